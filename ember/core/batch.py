@@ -1,0 +1,54 @@
+"""Plain data handed between scheduler, model runner, sampler and engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ember.core.sequence import FinishReason, Sequence
+from ember.core.stats import StepStats
+
+
+@dataclass(slots=True)
+class ScheduledSequence:
+    """One sequence's share of a step: `num_new_tokens` tokens from position `start` on.
+
+    `samples` says whether the step reaches the sequence's last token, so that a next one is drawn.
+    """
+
+    sequence: Sequence
+    start: int
+    num_new_tokens: int
+    block_table: list[int]
+    samples: bool
+
+
+@dataclass(slots=True)
+class SchedulerOutput:
+    """What runs in a step, and what the scheduler did to get there (`preempted`: sequences put back to wait)."""
+
+    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens over all scheduled sequences."""
+        return sum(s.num_new_tokens for s in self.scheduled)
+
+
+@dataclass(slots=True)
+class TokenEvent:
+    """A token that a request got in this step; `finish_reason` is set on its last one."""
+
+    request_id: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """Tokens of one step in scheduling order, the sequences it finished, and its statistics."""
+
+    tokens: list[TokenEvent]
+    finished: list[Sequence]
+    stats: StepStats

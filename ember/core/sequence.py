@@ -1,0 +1,77 @@
+"""One request inside the engine: its tokens, how far it is computed, and what happened to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from ember.sampling_params import SamplingParams
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended: EOS, stop id or stop string; out of room or max_tokens; it could not run."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ERROR = "error"
+
+
+class SequenceStatus(StrEnum):
+    """Where a sequence is. PREEMPTED is waiting again, with its tokens kept and its K/V given up."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Tokens and counters of one request. `token_ids` is the prompt followed by the output.
+
+    `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
+    when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    max_tokens: int
+    sample_index: int = 0
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    max_computed_tokens: int = 0
+    status: SequenceStatus = SequenceStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    arrival_s: float = 0.0
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose K/V is not in the pool: 1 while decoding, more in a prefill or recompute."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """The output tokens, as a new list."""
+        return self.token_ids[self.num_prompt_tokens :]

@@ -1,0 +1,27 @@
+"""The one kind of exception that is the user's to mend: a line of text, no traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UserError(ValueError):
+    """A mistake in a setting, a file or a model folder. The message is one line: what, where, remedy."""
+
+
+class ConfigError(UserError):
+    """A setting with a value that is not allowed.
+
+    Args:
+        key: the setting's name, dotted when nested (`sampling.top_p`).
+        value: what it was set to.
+        allowed: what is allowed, as the end of the sentence "must be ...", or a whole remedy.
+    """
+
+    def __init__(self, key: str, value: Any, allowed: str) -> None:
+        self.key, self.value, self.allowed = key, value, allowed
+        super().__init__(f"{key}={value}: {allowed}")
+
+    def under(self, parent: str) -> ConfigError:
+        """The same error with its key placed below `parent`."""
+        return ConfigError(f"{parent}.{self.key}", self.value, self.allowed)
