@@ -25,3 +25,16 @@ class ConfigError(UserError):
     def under(self, parent: str) -> ConfigError:
         """The same error with its key placed below `parent`."""
         return ConfigError(f"{parent}.{self.key}", self.value, self.allowed)
+
+
+class RequestError(UserError):
+    """Why one prompt can't run; it costs that row and no other.
+
+    Args:
+        kind: a short stable name to count by (`prompt_too_long`).
+        message: one line: what is wrong, with its numbers.
+    """
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 from ember.core.sequence import FinishReason, Sequence
@@ -18,22 +19,26 @@ class ScheduledSequence:
     sequence: Sequence
     start: int
     num_new_tokens: int
-    block_table: list[int]
+    block_table: array[int]
     samples: bool
 
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What runs in a step, and what the scheduler did to get there (`preempted`: sequences put back to wait)."""
+    """What runs in a step, and what the scheduler did to get there.
+
+    `preempted` are sequences put back to wait; `num_tokens` counts the new tokens of all scheduled ones.
+    """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
 
-    @property
-    def num_tokens(self) -> int:
-        """New tokens over all scheduled sequences."""
-        return sum(s.num_new_tokens for s in self.scheduled)
+    def add(self, scheduled: ScheduledSequence) -> None:
+        """Add one sequence's share."""
+        self.scheduled.append(scheduled)
+        self.num_tokens += scheduled.num_new_tokens
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ class RequestOutput:
         token_ids: the output tokens, ending with the one that completed the stop (or EOS).
         finish_reason: stop, length or error.
         stop_reason: the stop string or stop token id; None for EOS, length and errors.
-        error: why it could not run; None otherwise.
+        error, error_kind: why it could not run, and that in one word to count by; None otherwise.
         seed: the row seed that its random numbers came from.
         queue_s, ttft_s, latency_s: seconds from arrival to admission, first token and end; None if never reached.
     """
@@ -32,6 +32,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    error_kind: str | None = None
     seed: int | None = None
     sample_index: int = 0
     num_cached_tokens: int = 0

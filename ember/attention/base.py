@@ -1,0 +1,64 @@
+"""What an attention backend is given, what it must do, and the backends by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Protocol
+
+import torch
+
+from ember.cache.kv_pool import KVLayer
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Where the packed batch's tokens belong. S sequences bring T new tokens, packed one after another.
+
+    Attributes:
+        slot_mapping: [T] int64, the flat pool slot of each new token.
+        query_start_loc: [S + 1] int32, sequence s owns tokens query_start_loc[s] .. query_start_loc[s + 1].
+        context_lens: [S] int32, tokens of each sequence in the pool once this step's are written.
+        block_tables: [S, max_blocks] int32, padded with 0.
+        block_size: slots in a block.
+    """
+
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    block_size: int
+
+
+class AttentionBackend(Protocol):
+    """Paged attention. `prepare` runs once a step, `forward` once a layer."""
+
+    def prepare(self, metadata: AttentionMetadata) -> None:
+        """Work out whatever all layers share."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
+        """Write K/V at `slot_mapping`, then attend causally through the block tables.
+
+        Args:
+            q: [T, n_head, head_dim].
+            k, v: [T, n_kv_head, head_dim] of the new tokens.
+            layer: the pool's tensors of this layer.
+            scale: factor on the scores.
+
+        Returns:
+            [T, n_head, head_dim]. Every query reads K/V as the pool stores it, its own step's too.
+        """
+
+
+_BACKENDS = {
+    "reference": ("ember.attention.reference", "ReferenceAttention"),
+    "batched": ("ember.attention.batched", "BatchedAttention"),
+}
+
+
+def make_backend(name: str) -> AttentionBackend:
+    """The backend of that name; its module is imported only now."""
+    module, cls = _BACKENDS["batched" if name == "auto" else name]
+    factory: Callable[[], AttentionBackend] = getattr(import_module(module), cls)
+    return factory()

@@ -1,0 +1,92 @@
+"""The K/V tensors of all blocks, and how many blocks the memory holds.
+
+    k, v of one layer: [num_blocks, n_kv_head, block_size, head_dim]
+                             |                     |
+                  block_table[p // block_size]   p % block_size       for the token at position p
+
+A head's slots lie side by side, so attention over a block reads one straight run of memory a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ember.config import PoolSize
+from ember.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVShape:
+    """Shape of the K/V of one block."""
+
+    n_layer: int
+    n_kv_head: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V of `block_size` tokens over all layers."""
+        return 2 * self.n_layer * self.n_kv_head * self.head_dim * self.block_size * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayer:
+    """One layer's view of the pool; `k` and `v` are [num_blocks, n_kv_head, block_size, head_dim]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
+        """Store new K/V, each [T, n_kv_head, head_dim], at flat slot numbers [T] (block * block_size + offset)."""
+        block_size = self.k.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        self.k[blocks, :, offsets] = k
+        self.v[blocks, :, offsets] = v
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]."""
+        block_size = self.k.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        return self.k[blocks, :, offsets], self.v[blocks, :, offsets]
+
+
+class KVPool:
+    """All layers' K/V. Zeroed pages are only claimed from the system as blocks are first written."""
+
+    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        self.num_blocks = num_blocks
+        size = (shape.n_layer, 2, num_blocks, shape.n_kv_head, shape.block_size, shape.head_dim)
+        self._kv = torch.zeros(size, dtype=shape.dtype, device=device)
+        self.layers = [KVLayer(layer[0], layer[1]) for layer in self._kv]
+
+
+def num_blocks_for(pool_size: str, shape: KVShape, *, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
+    """Blocks in the pool: as asked for, or for `auto` what `max_num_seqs` full sequences need within `free_bytes`.
+
+    Tokens and bytes are rounded down to whole blocks.
+
+    Raises:
+        UserError: the pool can't hold one sequence of `max_model_len` tokens, so some row could wait for ever.
+    """
+    size = PoolSize.parse(pool_size)
+    needed = -(-max_model_len // shape.block_size)
+    if size.blocks is not None:
+        blocks = size.blocks
+    elif size.tokens is not None:
+        blocks = size.tokens // shape.block_size
+    elif size.bytes is not None:
+        blocks = size.bytes // shape.bytes_per_block
+    else:
+        blocks = min(max_num_seqs * needed, free_bytes // shape.bytes_per_block)
+    if blocks < needed:
+        raise UserError(
+            f"pool_size={pool_size}: {blocks} blocks of block_size={shape.block_size} hold "
+            f"{blocks * shape.block_size} tokens, but one sequence of max_model_len={max_model_len} tokens needs "
+            f"{needed} blocks; set pool_size={needed} or more, or a smaller max_model_len"
+        )
+    return blocks

@@ -1,0 +1,154 @@
+"""Continuous batching: requests come in at any time, every step computes some tokens of some of them.
+
+The engine knows token ids only. Text, stop strings and files are for those above it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import perf_counter
+from typing import Protocol
+
+import torch
+
+from ember.core.batch import ScheduledSequence, SchedulerOutput, StepOutput, TokenEvent
+from ember.core.sampler import Sampler
+from ember.core.scheduler import Scheduler
+from ember.core.sequence import FinishReason, Sequence
+from ember.core.stats import StepStats
+
+OnToken = Callable[[int, int], str | None]
+"""Told of (request_id, token_id); a string it returns is the stop string that ends the request."""
+
+
+class Runner(Protocol):
+    """What computes a step; the model runner, or a fake in tests."""
+
+    def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        """Logits [R, vocab_size] of the sequences that sample, in order."""
+
+
+class Engine:
+    """Ties scheduler, model runner and sampler together, a step at a time."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self._sequences: dict[int, Sequence] = {}
+        self._num_steps = 0
+        self._born_s = perf_counter()
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests waiting or running."""
+        return len(self._sequences)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that are in line, preempted ones included."""
+        return len(self.scheduler.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a request in line. It must fit: 0 < prompt < max_model_len, 0 < max_tokens within the rest."""
+        sequence.arrival_s = perf_counter()
+        self._sequences[sequence.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort_waiting(self) -> list[Sequence]:
+        """Take out all requests that have not started (or were preempted); returns them."""
+        return [self.abort(s.request_id) for s in list(self.scheduler.waiting)]
+
+    def abort(self, request_id: int) -> Sequence:
+        """Take a request out unfinished and free its blocks."""
+        sequence = self._sequences.pop(request_id)
+        self.scheduler.finish(sequence)
+        return sequence
+
+    def step(self, on_token: OnToken | None = None) -> StepOutput:
+        """Schedule, compute, sample; finished sequences leave and free their blocks."""
+        begin = perf_counter()
+        plan = self.scheduler.schedule()
+        scheduled = perf_counter()
+        for sequence in plan.admitted:
+            sequence.admitted_s = scheduled if sequence.admitted_s is None else sequence.admitted_s
+        logits = self.runner.execute(plan.scheduled)
+        computed = perf_counter()
+        sampling = [s.sequence for s in plan.scheduled if s.samples]
+        tokens = self.sampler.sample(logits, sampling)
+        sampled = perf_counter()
+        stats = self._stats(plan)
+        _advance(plan.scheduled)
+        out = self._collect(sampling, tokens, stats, on_token)
+        stats.start_s, stats.duration_s = begin - self._born_s, perf_counter() - begin
+        stats.schedule_s, stats.model_s, stats.sample_s = scheduled - begin, computed - scheduled, sampled - computed
+        return out
+
+    def _collect(
+        self, sampling: list[Sequence], tokens: Iterable[int], stats: StepStats, on_token: OnToken | None
+    ) -> StepOutput:
+        """Append the tokens and finish what has ended."""
+        out = StepOutput([], [], stats)
+        now = perf_counter()
+        for sequence, token in zip(sampling, tokens, strict=True):
+            sequence.token_ids.append(token)
+            sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
+            _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
+            out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
+            if sequence.finish_reason is not None:
+                sequence.finished_s = now
+                self.abort(sequence.request_id)
+                out.finished.append(sequence)
+        stats.num_finished = len(out.finished)
+        return out
+
+    def _stats(self, plan: SchedulerOutput) -> StepStats:
+        """Count the step while its sequences still hold their blocks."""
+        blocks, running = self.scheduler.blocks, self.scheduler.running
+        live = sum(s.num_computed_tokens for s in running) + plan.num_tokens
+        stats = StepStats(
+            step=self._num_steps,
+            num_running=len(running),
+            num_waiting=len(self.scheduler.waiting),
+            num_preempted=len(plan.preempted),
+            blocks_total=blocks.num_blocks,
+            blocks_used=blocks.num_used,
+            blocks_cached=blocks.num_cached,
+            blocks_free=blocks.num_free,
+            kv_tokens=live,
+            kv_utilization=live / (blocks.num_used * blocks.block_size) if blocks.num_used else 0.0,
+        )
+        for scheduled in plan.scheduled:
+            _count(scheduled, stats)
+        self._num_steps += 1
+        return stats
+
+
+def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:
+    """Split new tokens: recomputed (computed before), prefill (of the prompt), decode (all others)."""
+    sequence, start, end = scheduled.sequence, scheduled.start, scheduled.start + scheduled.num_new_tokens
+    recomputed = max(0, min(end, sequence.max_computed_tokens) - start)
+    prefill = max(0, min(end, sequence.num_prompt_tokens) - start - recomputed)
+    stats.num_recomputed_tokens += recomputed
+    stats.num_prefill_tokens += prefill
+    stats.num_decode_tokens += end - start - recomputed - prefill
+    stats.num_prefill_seqs += prefill > 0
+
+
+def _advance(plan: list[ScheduledSequence]) -> None:
+    for scheduled in plan:
+        sequence = scheduled.sequence
+        sequence.num_computed_tokens = scheduled.start + scheduled.num_new_tokens
+        sequence.max_computed_tokens = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
+
+
+def _judge(sequence: Sequence, token: int, stop_string: str | None) -> None:
+    """Set the finish reason if this token ends the sequence."""
+    params = sequence.params
+    if token in sequence.stop_ids and sequence.num_output_tokens > params.min_tokens:
+        sequence.finish_reason = FinishReason.STOP
+        sequence.stop_reason = token if token in params.stop_token_ids else None
+    elif stop_string is not None:
+        sequence.finish_reason, sequence.stop_reason = FinishReason.STOP, stop_string
+    elif sequence.num_output_tokens >= sequence.max_tokens:
+        sequence.finish_reason = FinishReason.LENGTH

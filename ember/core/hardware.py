@@ -1,0 +1,68 @@
+"""Which device and dtype to use, and how much memory is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ember.errors import ConfigError
+
+POOL_SHARE_CPU = 0.3
+POOL_SHARE_GPU = 0.85
+"""Shares of the free memory that an `auto` pool may take: on a CPU the rest of the machine lives there too."""
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA, then MPS, then CPU.
+
+    Raises:
+        ConfigError: no such device, or not on this machine.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise ConfigError("device", name, "no such device here; use auto, cpu, cuda, cuda:N or mps") from None
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on CPU and MPS, bfloat16 on CUDA."""
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def pool_bytes(device: torch.device) -> int:
+    """Bytes that an `auto` KV pool may take on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * POOL_SHARE_GPU)
+    return int(_available_bytes() * POOL_SHARE_CPU)
+
+
+def _available_bytes() -> int:
+    """What the system can give without swapping, within the control group's limit."""
+    available = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    return available if limit is None or used is None else min(available, max(0, limit - used))
+
+
+def _meminfo(key: str) -> int | None:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), None)
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,106 @@
+"""Logits to token ids, vectorised over the batch; a row's token depends on that row alone.
+
+Temperature, then top-k, top-p over what is left, then min-p, as in Hugging Face's and vLLM's samplers. The kept
+probabilities are cut at the row's uniform number in order of token id (inverse transform sampling).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from ember.core.random_stream import uniform
+from ember.core.sequence import Sequence
+
+TOP_P_CANDIDATES = 256
+"""Likeliest tokens that are sorted first to find where top-p cuts; the rest only where they don't reach it."""
+
+
+class Sampler:
+    """Draws one token a sequence."""
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+        """Next token of each sequence from logits [R, vocab_size]."""
+        if not sequences:
+            return []
+        if logits.device.type == "mps":  # no float64 there
+            logits = logits.cpu()
+        _mask_stop_ids(logits, sequences)
+        tokens: list[int] = logits.argmax(dim=-1).tolist()
+        rows = [i for i, s in enumerate(sequences) if not s.params.greedy]
+        if rows:
+            drawn = _draw(logits[rows], [sequences[i] for i in rows])
+            for i, token in zip(rows, drawn, strict=True):
+                tokens[i] = token
+        return tokens
+
+
+def _mask_stop_ids(logits: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Before `min_tokens`, what would end the output can't be drawn."""
+    for i, s in enumerate(sequences):
+        if s.stop_ids and s.num_output_tokens < s.params.min_tokens:
+            logits[i, list(s.stop_ids)] = -math.inf
+
+
+def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+    device = logits.device
+    temperature = torch.tensor([s.params.temperature for s in sequences], device=device)
+    scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
+    _keep_top_k(scores, [s.params.top_k for s in sequences])
+    weights = scores.exp_()  # the likeliest token weighs 1
+    _keep_top_p(weights, [s.params.top_p for s in sequences])
+    _keep_min_p(weights, [s.params.min_p for s in sequences])
+    uniforms = [uniform(s.seed, s.sample_index, s.num_output_tokens) for s in sequences]
+    return _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
+
+
+def _keep_top_k(scores: torch.Tensor, top_k: list[int]) -> None:
+    """Set all but the k best scores of a row to -inf, in place; ties with the k-th stay."""
+    vocab_size = scores.shape[-1]
+    rows = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
+    if not rows:
+        return
+    k = torch.tensor([top_k[i] for i in rows], device=scores.device)
+    best = scores[rows].topk(int(k.max()), dim=-1).values
+    floor = best.gather(1, (k - 1)[:, None])
+    scores[rows] = scores[rows].masked_fill(scores[rows] < floor, -math.inf)
+
+
+def _keep_top_p(weights: torch.Tensor, top_p: list[float]) -> None:
+    """Set the weights beyond the smallest set that reaches `top_p` of a row's sum to 0, in place."""
+    rows = [i for i, p in enumerate(top_p) if p < 1.0]
+    if not rows:
+        return
+    chosen = weights[rows]
+    goal = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=weights.device)
+    goal = goal * chosen.sum(dim=-1, dtype=torch.float64)
+    best = chosen.topk(min(TOP_P_CANDIDATES, chosen.shape[-1]), dim=-1).values
+    floor, reached = _top_p_floor(best, goal)
+    if not bool(reached.all()):
+        rest = (~reached).nonzero()[:, 0]
+        floor[rest] = _top_p_floor(chosen[rest].sort(dim=-1, descending=True).values, goal[rest])[0]
+    weights[rows] = chosen.masked_fill(chosen < floor[:, None], 0.0)
+
+
+def _top_p_floor(descending: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest weight [n] that is still needed to reach `goal` [n], and whether these weights reach it."""
+    cumulative = descending.cumsum(dim=-1, dtype=torch.float64)
+    index = torch.searchsorted(cumulative, goal[:, None])
+    floor = descending.gather(1, index.clamp(max=descending.shape[-1] - 1))[:, 0]
+    return floor, index[:, 0] < descending.shape[-1]
+
+
+def _keep_min_p(weights: torch.Tensor, min_p: list[float]) -> None:
+    if any(min_p):
+        weights.masked_fill_(weights < torch.tensor(min_p, device=weights.device)[:, None], 0.0)
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
+    """The first token id at which a row's cumulative weight passes its uniform share of the sum."""
+    cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
+    total = cumulative[:, -1]
+    share = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens: list[int] = torch.searchsorted(cumulative, share[:, None], right=True)[:, 0].tolist()
+    return tokens

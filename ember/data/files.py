@@ -1,0 +1,133 @@
+"""From the setting `data` to the files that hold the rows: literal paths, folders and globs, in one sorted order."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator
+
+from ember.data.text import one_line
+from ember.errors import ConfigError, UserError
+
+JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
+PARQUET_ENDINGS = (".parquet", ".pq")
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+"""Endings that may follow a JSONL ending, and Arrow's name for each."""
+_READABLE = "what is read ends in .jsonl, .ndjson, .json (each also with .gz or .zst), .parquet or .pq"
+
+
+def data_error(path: str, what: str) -> UserError:
+    """A one-line error about a file or folder that the setting `data` names."""
+    return ConfigError("data", one_line(path, 500), what)
+
+
+def compression(path: str) -> str | None:
+    """Arrow's name of the compression that a file's ending stands for, or None."""
+    return COMPRESSIONS.get(os.path.splitext(path)[1].lower())
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a file is read as Parquet, by its ending."""
+    return path.lower().endswith(PARQUET_ENDINGS)
+
+
+def is_jsonl(path: str) -> bool:
+    """Whether a file is read as JSON lines, by its ending."""
+    stem = os.path.splitext(path)[0] if compression(path) else path
+    return stem.lower().endswith(JSONL_ENDINGS)
+
+
+def resolve_files(data: list[str]) -> tuple[list[str], list[str]]:
+    """The files that `data` names, sorted by absolute path, and warnings.
+
+    A path that exists is taken literally, whatever characters it has; only then is it a glob (`**` crosses folders).
+    Folders are read with all their sub-folders. In folders and globs, hidden files, names that start with `_` and
+    unknown endings are passed over. A file that is named twice, also through a link, is read once, with a warning.
+
+    Raises:
+        UserError: an entry that leads to no readable file, a URL, or stdin.
+    """
+    found = sorted((path for entry in data for path in _expand(entry)), key=os.path.abspath)
+    unique: dict[str, str] = {}
+    repeated = []
+    for path in found:
+        real = os.path.realpath(path)
+        if real in unique:
+            repeated.append(path)
+        unique.setdefault(real, path)
+    if not repeated:
+        return found, []
+    return list(unique.values()), [f"data: {one_line(repeated[0], 500)} is named {_times(repeated)}; it is read once"]
+
+
+def _times(repeated: list[str]) -> str:
+    more = len(repeated) - 1
+    return f"more than once (so are {more} others)" if more else "more than once"
+
+
+def _expand(entry: str) -> list[str]:
+    if "://" in entry:
+        raise data_error(entry, "remote data can't be read yet; download it and name the local file")
+    if entry == "-":
+        raise data_error(entry, "stdin can't be read yet; write the rows to a .jsonl file (a file called - is ./-)")
+    path = entry if os.path.lexists(entry) else os.path.expanduser(entry)
+    if os.path.isdir(path):
+        return _folder(path)
+    if os.path.lexists(path):
+        return [_file(path)]
+    return _glob(path)
+
+
+def _file(path: str) -> str:
+    if not os.path.exists(path):
+        raise data_error(path, "the link leads to no file; mend it or name another file")
+    if not os.path.isfile(path):
+        raise data_error(path, "not a regular file, and rows are read twice; write them to a .jsonl file first")
+    if not (is_parquet(path) or is_jsonl(path)):
+        raise data_error(path, f"unknown ending; {_READABLE}: convert or rename the file")
+    return path
+
+
+def _folder(path: str) -> list[str]:
+    try:
+        files = list(_walk(path, set()))
+    except OSError as error:
+        raise data_error(path, f"the folder can't be read ({error.strerror}); check its permissions") from error
+    if not files:
+        raise data_error(path, f"the folder holds no file to read; {_READABLE}")
+    return files
+
+
+def _walk(folder: str, seen: set[str]) -> Iterator[str]:
+    """Readable files below `folder`; links to folders are followed, each real folder once."""
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
+    for name in sorted(os.listdir(folder)):
+        path = os.path.join(folder, name)
+        if name.startswith((".", "_")):
+            continue
+        if os.path.isdir(path):
+            yield from _walk(path, seen)
+        elif os.path.isfile(path) and (is_parquet(path) or is_jsonl(path)):
+            yield path
+
+
+def _glob(pattern: str) -> list[str]:
+    if not glob.has_magic(pattern):
+        raise data_error(pattern, "no such file or folder; check the path (it is relative to the current folder)")
+    matches = [path for path in glob.glob(pattern, recursive=True) if _wanted(path, pattern)]
+    files: dict[str, None] = {}
+    for path in matches:
+        files.update(dict.fromkeys(_walk(path, set()) if os.path.isdir(path) else [path]))
+    if not files:
+        raise data_error(pattern, f"the glob matches no file to read; check the pattern ({_READABLE})")
+    return list(files)
+
+
+def _wanted(path: str, pattern: str) -> bool:
+    """Whether a glob's match is read: a `_name` only if the pattern itself starts with `_`."""
+    if os.path.basename(path).startswith("_") and not os.path.basename(pattern).startswith("_"):
+        return False
+    return os.path.isdir(path) or (os.path.isfile(path) and (is_parquet(path) or is_jsonl(path)))

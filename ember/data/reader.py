@@ -1,0 +1,206 @@
+"""The input side of a job: from the files that `data` names to one PromptRow per input row.
+
+The reader looks at every file once at the start, for the row count and the schema of the columns that pass through, and
+then streams the rows as often as asked. Mistakes in the settings are UserErrors at once. Whatever is wrong with one row
+becomes that row's `error`: rows are never dropped, and no row stops the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from ember.config import JobConfig
+from ember.data.columns import ColumnType, Converter, kept_type, output_names, type_of_kinds
+from ember.data.files import resolve_files
+from ember.data.prompt import checked_prompt, checked_text
+from ember.data.row_sampling import RowSampling
+from ember.data.sources import JsonlSource, ParquetSource, Record, open_source
+from ember.data.template import Template
+from ember.data.text import RowError, one_line, plain_text
+from ember.errors import ConfigError
+
+DEFAULT_ID_COLUMN = "id"
+DEFAULT_SAMPLING_COLUMN = "sampling"
+_A = TypeVar("_A")
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class PromptRow:
+    """One input row, ready to run or with the reason why it can't.
+
+    Attributes:
+        row_index: 0-based number over all files in sorted order; blank lines are not counted.
+        id: the id column as text, None where it is missing or null.
+        prompt: text (a template is rendered already) or token ids; None with an error.
+        sampling: the row's own sampling settings, raw, for `SamplingParams.override`; empty with an error.
+        columns: the values that pass through, by output name, in the schema's types. Every name is there; what is
+            missing or can't be read is None. A Parquet value that Python can't hold exactly (nanoseconds, years past
+            9999) is an Arrow scalar, which `pa.array` takes among plain values.
+        error: one line, "FILE:LINE: cause" or "FILE row N: cause" (N is 0-based within that Parquet file), or None.
+    """
+
+    row_index: int
+    id: str | None
+    prompt: str | list[int] | None
+    sampling: dict[str, Any]
+    columns: dict[str, Any]
+    error: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _PassThrough:
+    source: str
+    output: str
+    convert: Converter
+
+
+class PromptReader:
+    """Reads the rows of a job.
+
+    Attributes:
+        files: the files in reading order, spelled as `data` spelled them (see `resolve_files` for which these are).
+        num_rows: rows in all files, before `limit`.
+        schema: the columns that pass through, by output name, all nullable.
+        warnings: one line each, for what is probably a mistake but stops nothing.
+
+    Raises:
+        UserError: `data` names no readable file, a file is corrupt, a column that a setting names is nowhere, or the
+            template or `sampling_columns` is malformed.
+    """
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._template = None if config.template is None else Template.parse(config.template)
+        self._sampling = RowSampling(config.sampling_column, config.sampling_columns)
+        self.files, self.warnings = resolve_files(config.data)
+        self._sources = [open_source(path) for path in self.files]
+        self.num_rows = sum(source.num_rows for source in self._sources)
+        self._found = list(dict.fromkeys(name for source in self._sources for name in source.columns))
+        self._check_columns()
+        self._plan, self.schema = self._pass_through()
+        self._no_values = dict.fromkeys(self.schema.names)
+
+    def rows(self) -> Iterator[PromptRow]:
+        """All rows from the start, at most `limit`, lazily; one file is open at a time.
+
+        Raises:
+            UserError: a file has changed, vanished or become unreadable since the reader was made. Never for a bad row.
+        """
+        records = chain.from_iterable(source.records() for source in self._sources)
+        for row_index, record in enumerate(islice(records, self._config.limit)):
+            yield self._row(row_index, record)
+
+    def _row(self, row_index: int, record: Record) -> PromptRow:
+        values = record.values
+        if values is None:
+            return PromptRow(row_index, None, None, {}, dict(self._no_values), f"{record.where}: {record.cause}")
+        causes = [] if record.cause is None else [record.cause]
+        prompt = _attempt(causes, self._prompt, values)
+        sampling = _attempt(causes, self._sampling.of_record, record)
+        row_id = self._id(values)
+        columns = self._columns(values, causes)
+        if causes:
+            return PromptRow(row_index, row_id, None, {}, columns, f"{record.where}: {causes[0]}")
+        return PromptRow(row_index, row_id, prompt, sampling or {}, columns, None)
+
+    def _prompt(self, values: dict[str, Any]) -> str | list[int]:
+        name = self._config.prompt_column
+        if self._template is not None:
+            return checked_text(self._template.render(values), "the rendered template")
+        if name not in values:
+            raise RowError(f"no column {one_line(name, 60)} (there are: {_listed(list(values))})")
+        return checked_prompt(values[name], one_line(name, 60))
+
+    def _id(self, values: dict[str, Any]) -> str | None:
+        value = values.get(self._config.id_column)
+        return None if value is None else plain_text(value)
+
+    def _columns(self, values: dict[str, Any], causes: list[str]) -> dict[str, Any]:
+        columns = {}
+        for item in self._plan:
+            value = values.get(item.source)
+            try:
+                columns[item.output] = None if value is None else item.convert(value)
+            except RowError as error:
+                columns[item.output] = None
+                causes.append(f"column {one_line(item.source, 60)} is {error}")
+        return columns
+
+    def _check_columns(self) -> None:
+        """Refuse, or warn about, columns that the settings name and no row has."""
+        config = self._config
+        only_parquet = all(isinstance(source, ParquetSource) for source in self._sources)
+        if self._template is not None:
+            self._template.check(self._found)
+        if not self.num_rows:
+            self.warnings.append("data: the files hold no rows")
+        for setting, name in self._named_columns():
+            if name in self._found:
+                continue
+            what = f"no row has this column (there are: {_listed(self._found)})"
+            if only_parquet or (setting == "id_column" and self.num_rows):
+                raise ConfigError(setting, one_line(name, 60), f"{what}; name one of those")
+            if self.num_rows:
+                self.warnings.append(f"{setting}={one_line(name, 60)}: {what}")
+        if self._template is not None and not self._template.names:
+            self.warnings.append(
+                f"template={one_line(config.template or '')}: it names no column; all prompts are equal"
+            )
+
+    def _named_columns(self) -> Iterator[tuple[str, str]]:
+        """(setting, column) for each column that must be there; the defaults of id and sampling need not."""
+        config = self._config
+        if self._template is None:
+            yield "prompt_column", config.prompt_column
+        else:
+            yield from (("template", name) for name in self._template.names)
+        if config.id_column != DEFAULT_ID_COLUMN:
+            yield "id_column", config.id_column
+        if config.sampling_column != DEFAULT_SAMPLING_COLUMN:
+            yield "sampling_column", config.sampling_column
+        yield from ((f"sampling_columns.{key}", name) for key, name in config.sampling_columns.items())
+
+    def _pass_through(self) -> tuple[list[_PassThrough], pa.Schema]:
+        consumed = {self._config.id_column}
+        if self._template is None:
+            consumed.add(self._config.prompt_column)
+        plan, schema = [], []
+        for name, output in output_names(name for name in self._found if name not in consumed).items():
+            column = self._column_type(name)
+            plan.append(_PassThrough(name, output, column.convert))
+            schema.append(pa.field(output, column.arrow))
+        return plan, pa.schema(schema)
+
+    def _column_type(self, name: str) -> ColumnType:
+        """Parquet's own type where all files agree on it, else the type that holds the values of all files."""
+        parquet = [s for s in self._sources if isinstance(s, ParquetSource) and name in s.types]
+        kinds = 0
+        for source in self._sources:
+            if isinstance(source, JsonlSource):
+                kinds |= source.kinds.get(name, 0)
+        types = {source.types[name] for source in parquet if not pa.types.is_null(source.types[name])}
+        if len(types) == 1 and not kinds:
+            return kept_type(types.pop())
+        for source in parquet:
+            kinds |= source.kinds(name)
+        return type_of_kinds(kinds)
+
+
+def _attempt(causes: list[str], part: Callable[[_A], _T], argument: _A) -> _T | None:
+    """A part of a row, or None with the cause added to `causes`."""
+    try:
+        return part(argument)
+    except RowError as error:
+        causes.append(str(error))
+        return None
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(one_line(name, 40) for name in names[:12]) or "none"
+    return f"{shown}, ..." if len(names) > 12 else shown

@@ -1,0 +1,300 @@
+"""What a job did, in numbers: counted as it runs, written as summary.json, shown at the end.
+
+Counting keeps a few numbers and the first errors of each kind, whatever the size of the job.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import textwrap
+import unicodedata
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from enum import Enum, StrEnum
+from typing import Any
+
+from ember.core.stats import StepStats
+
+EXIT_CLEAN = 0
+EXIT_FAILED = 1
+EXIT_ERROR_ROWS = 3
+ERRORS_A_KIND = 3
+_ERROR_CHARS = 300
+_WIDTH = 80
+
+
+class JobStatus(StrEnum):
+    """How a job ended: all rows done; stopped by a signal; given up after an error."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    FAILED = "failed"
+
+
+@dataclass(kw_only=True, slots=True)
+class JobSummary:
+    """Counts and rates of one job. Times in seconds, sizes in tokens or blocks, shares between 0 and 1.
+
+    Attributes:
+        status: finished, interrupted or failed.
+        exit_code: what the process returns: 0 clean, 3 finished with error rows, 130/143 interrupted, 1 failed.
+        num_rows_total: rows of the input, after `limit`.
+        num_rows_done: rows written, error rows too.
+        errors_by_kind: how many error rows of each kind (`bad_row`, `prompt_too_long`, ...).
+        first_errors: the first few of each kind: `kind`, `row_index`, `id`, `error`.
+        num_prompt_tokens, num_output_tokens: of the rows written.
+        duration_s: wall time of the job after loading; `load_s` is the time before, `engine_s` the part of it spent
+            in engine steps.
+        tokens_per_s: output tokens per second of `duration_s`.
+        peak_kv_utilization, mean_kv_utilization: live tokens per slot of the used blocks; the mean is over the steps
+            that used any.
+        num_recomputed_tokens: tokens computed a second time after a preemption.
+        settings: the model and the few settings that such numbers depend on.
+    """
+
+    status: str
+    exit_code: int
+    run_id: str
+    num_rows_total: int = 0
+    num_rows_done: int = 0
+    num_errors: int = 0
+    errors_by_kind: dict[str, int] = field(default_factory=dict)
+    first_errors: list[dict[str, Any]] = field(default_factory=list)
+    finish_reasons: dict[str, int] = field(default_factory=dict)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_steps: int = 0
+    duration_s: float = 0.0
+    engine_s: float = 0.0
+    load_s: float = 0.0
+    tokens_per_s: float = 0.0
+    peak_kv_utilization: float = 0.0
+    mean_kv_utilization: float = 0.0
+    peak_blocks_used: int = 0
+    blocks_total: int = 0
+    block_size: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    peak_running: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain JSON values: an infinite or undefined number becomes null."""
+        plain = _plain(asdict(self))
+        assert isinstance(plain, dict)
+        return plain
+
+
+class SummaryBuilder:
+    """Counts rows and steps while the job runs."""
+
+    def __init__(self) -> None:
+        self._rows = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._finish_reasons: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._first_errors: list[dict[str, Any]] = []
+        self._steps = 0
+        self._engine_s = 0.0
+        self._preemptions = 0
+        self._recomputed = 0
+        self._peak_running = 0
+        self._blocks_total = 0
+        self._peak_blocks = 0
+        self._peak_utilization = 0.0
+        self._utilization_sum = 0.0
+        self._steps_with_blocks = 0
+
+    @property
+    def num_rows_done(self) -> int:
+        """Rows counted so far."""
+        return self._rows
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of the rows counted so far."""
+        return self._output_tokens
+
+    def add_row(
+        self,
+        *,
+        finish_reason: str | None,
+        error: str | None = None,
+        error_kind: str | None = None,
+        num_prompt_tokens: int = 0,
+        num_output_tokens: int = 0,
+        row_index: int,
+        id: str | None = None,
+    ) -> None:
+        """Count one row that was written.
+
+        Args:
+            finish_reason: stop, length or error.
+            error: why the row could not run; None for a good row.
+            error_kind: a short stable key (`bad_row`); `other` if an error comes without one.
+        """
+        self._rows += 1
+        self._prompt_tokens += num_prompt_tokens
+        self._output_tokens += num_output_tokens
+        if finish_reason is not None:
+            self._finish_reasons[str(finish_reason)] += 1
+        if error is not None:
+            self._add_error(error_kind or "other", error, row_index, id)
+
+    def add_step(self, stats: StepStats) -> None:
+        """Count one engine step."""
+        self._steps += 1
+        self._engine_s += stats.duration_s
+        self._preemptions += stats.num_preempted
+        self._recomputed += stats.num_recomputed_tokens
+        self._peak_running = max(self._peak_running, stats.num_running)
+        self._blocks_total = max(self._blocks_total, stats.blocks_total)
+        if stats.blocks_used:
+            self._steps_with_blocks += 1
+            self._peak_blocks = max(self._peak_blocks, stats.blocks_used)
+            self._peak_utilization = max(self._peak_utilization, stats.kv_utilization)
+            self._utilization_sum += stats.kv_utilization
+
+    def build(
+        self,
+        *,
+        status: str,
+        run_id: str,
+        num_rows_total: int,
+        duration_s: float,
+        load_s: float = 0.0,
+        block_size: int = 0,
+        signum: int | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> JobSummary:
+        """The summary of everything counted so far.
+
+        Args:
+            status: finished, interrupted or failed (see `JobStatus`).
+            signum: the signal that interrupted the job; SIGINT if not given.
+            duration_s: wall time since loading ended.
+        """
+        num_errors = self._errors.total()
+        return JobSummary(
+            status=JobStatus(status).value,
+            exit_code=exit_code(status, num_errors, signum),
+            run_id=run_id,
+            num_rows_total=num_rows_total,
+            num_rows_done=self._rows,
+            num_errors=num_errors,
+            errors_by_kind=dict(self._errors.most_common()),
+            first_errors=list(self._first_errors),
+            finish_reasons=dict(self._finish_reasons.most_common()),
+            num_prompt_tokens=self._prompt_tokens,
+            num_output_tokens=self._output_tokens,
+            num_steps=self._steps,
+            duration_s=duration_s,
+            engine_s=self._engine_s,
+            load_s=load_s,
+            tokens_per_s=self._output_tokens / duration_s if duration_s > 0 else 0.0,
+            peak_kv_utilization=self._peak_utilization,
+            mean_kv_utilization=self._utilization_sum / max(1, self._steps_with_blocks),
+            peak_blocks_used=self._peak_blocks,
+            blocks_total=self._blocks_total,
+            block_size=block_size,
+            num_preemptions=self._preemptions,
+            num_recomputed_tokens=self._recomputed,
+            peak_running=self._peak_running,
+            settings=dict(settings or {}),
+        )
+
+    def _add_error(self, kind: str, error: str, row_index: int, id: str | None) -> None:
+        self._errors[kind] += 1
+        if self._errors[kind] <= ERRORS_A_KIND:
+            shown = _cut(error, _ERROR_CHARS)
+            self._first_errors.append({"kind": kind, "row_index": row_index, "id": id, "error": shown})
+
+
+def exit_code(status: str, num_errors: int, signum: int | None = None) -> int:
+    """The process's exit code: 0 clean, 3 error rows, 128 + signal interrupted (130, 143), 1 failed."""
+    if status == JobStatus.INTERRUPTED:
+        return 128 + (signal.SIGINT if signum is None else signum)
+    if status == JobStatus.FAILED:
+        return EXIT_FAILED
+    return EXIT_ERROR_ROWS if num_errors else EXIT_CLEAN
+
+
+def final_table(summary: JobSummary, output_path: str) -> str:
+    """The summary for a terminal: plain text of at most 80 columns (the path alone may be longer), no last newline."""
+    lines = [f"{summary.status} (exit code {summary.exit_code})"]
+    lines += [_line(name, text) for name, text in _facts(summary)]
+    lines += _error_lines(summary)
+    return "\n".join([*lines, f"  {'results':<12} {output_path}"])
+
+
+def _facts(s: JobSummary) -> list[tuple[str, str]]:
+    return [
+        ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}, {s.num_errors:,} with an error"),
+        ("finished by", ", ".join(f"{name} {count:,}" for name, count in s.finish_reasons.items()) or "-"),
+        ("tokens", f"{s.num_prompt_tokens:,} prompt, {s.num_output_tokens:,} output"),
+        ("speed", f"{s.tokens_per_s:,.1f} output tokens/s"),
+        ("time", f"{s.duration_s:,.1f} s in {s.num_steps:,} steps ({s.engine_s:,.1f} s) + loading {s.load_s:,.1f} s"),
+        ("KV blocks", f"at most {s.peak_blocks_used:,} of {s.blocks_total:,} used, block_size {s.block_size}"),
+        ("KV slots", f"{s.mean_kv_utilization:.1%} of used blocks filled, at most {s.peak_kv_utilization:.1%}"),
+        ("running", f"at most {s.peak_running:,} sequences at once"),
+        ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again"),
+        *_settings(s.settings),
+    ]
+
+
+def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:
+    """As many `key=value` a line as fit."""
+    words = [f"{key}={value}".replace(" ", "\xa0") for key, value in settings.items()]
+    lines = textwrap.wrap(" ".join(words), _WIDTH - 15, break_long_words=False, break_on_hyphens=False)
+    return [("" if i else "settings", line.replace("\xa0", " ")) for i, line in enumerate(lines)]
+
+
+def _error_lines(summary: JobSummary) -> list[str]:
+    lines = []
+    for kind, count in summary.errors_by_kind.items():
+        lines.append(_line("error rows", f"{count:,} {kind}"))
+        for error in (e for e in summary.first_errors if e["kind"] == kind):
+            name = f"row {error['row_index']}" + (f" ({error['id']})" if error["id"] is not None else "")
+            lines.append(_fit(f"    {_fit(name, 30)}: {error['error']}", _WIDTH))
+    return lines
+
+
+def _line(name: str, text: str) -> str:
+    return _fit(f"  {name:<12} {text}", _WIDTH)
+
+
+def _fit(text: str, width: int) -> str:
+    """Make a text from anywhere safe for one line of a terminal, `width` columns at most (a CJK letter takes two)."""
+    indent = len(text) - len(text.lstrip(" "))
+    body = "".join(c if c.isprintable() else " " for c in text[indent:])
+    if indent + sum(map(_columns, body)) <= width:
+        return " " * indent + body
+    kept, room = [], width - indent - len("...")
+    for char in body:
+        room -= _columns(char)
+        if room < 0:
+            break
+        kept.append(char)
+    return " " * indent + "".join(kept) + "..."
+
+
+def _columns(char: str) -> int:
+    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, (bool, int, str)) else str(value)

@@ -1,0 +1,204 @@
+"""The Python API: load a model once, generate many times. Jobs run on it too, through `add` and `step`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from ember.attention.base import make_backend
+from ember.cache.block_manager import BlockManager
+from ember.cache.kv_pool import KVPool
+from ember.config import EngineConfig, ModelConfig
+from ember.core.batch import StepOutput
+from ember.core.engine import Engine
+from ember.core.model_runner import ModelRunner
+from ember.core.random_stream import row_seed
+from ember.core.sampler import Sampler
+from ember.core.scheduler import Scheduler
+from ember.core.sequence import FinishReason, Sequence
+from ember.data.output import OutputProcessor, RequestOutput
+from ember.entrypoints.plan import EnginePlan
+from ember.errors import RequestError, UserError
+from ember.model.gpt2 import GPT2
+from ember.model.source import is_preset
+from ember.model.weights import load_weights
+from ember.sampling_params import SamplingParams
+
+Prompt = str | list[int]
+
+
+class LLM:
+    """A model with its engine.
+
+    Args:
+        model: a preset (`gpt2`), a local folder, a Hub repo id (`org/name[@revision]`), or None: the embedded model.
+        settings: any field of `EngineConfig` (`block_size=16, pool_size="4096tok", seed=1, ...`).
+
+    Raises:
+        UserError: a wrong setting or a model that can't be loaded; one line that names the remedy.
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        if model is None:
+            chosen = ModelConfig()
+        else:
+            chosen = ModelConfig(name=model) if is_preset(model) else ModelConfig(path=model)
+        self._load(EnginePlan.resolve(EngineConfig(model=chosen, **settings)))
+
+    @classmethod
+    def from_plan(cls, plan: EnginePlan) -> LLM:
+        """An LLM of a plan that is already resolved."""
+        llm = cls.__new__(cls)
+        llm._load(plan)
+        return llm
+
+    def _load(self, plan: EnginePlan) -> None:
+        self.plan = plan
+        config = plan.config
+        weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
+        pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
+        runner = ModelRunner(GPT2(plan.network, weights), pool, make_backend(config.attention), plan.device)
+        scheduler = Scheduler(
+            BlockManager(plan.num_blocks, config.block_size),
+            policy=config.scheduler,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+        self.engine = Engine(scheduler, runner, Sampler())
+        self._outputs = OutputProcessor(plan.tokenizer)
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; results come in the order of the prompts.
+
+        Args:
+            prompts: one string, or a list of strings or of token-id lists.
+            sampling_params: one for all, or one a prompt; None is greedy with 128 tokens.
+
+        Returns:
+            One RequestOutput a prompt. A prompt that can't run has `finish_reason` error and says why in `error`.
+
+        Raises:
+            UserError: the numbers of prompts and of sampling parameters differ.
+        """
+        asked = _as_list(prompts)
+        params = _one_each(sampling_params, len(asked))
+        results: dict[int, RequestOutput] = {}
+        try:
+            for index, (prompt, chosen) in enumerate(zip(asked, params, strict=True)):
+                failed = self.add(index, prompt, chosen)
+                if failed is not None:
+                    results[index] = failed
+            while self.engine.num_unfinished:
+                results.update({output.request_id: output for output in self.step()[0]})
+        finally:
+            self.abort_all()
+        return [results[index] for index in range(len(asked))]
+
+    def add(
+        self, request_id: int, prompt: Prompt, params: SamplingParams, *, allow_special_tokens: bool = False
+    ) -> RequestOutput | None:
+        """Put one request in line under an id that no live request has.
+
+        The row's seed is `params.seed`, or follows from the engine's seed and `request_id`.
+
+        Returns:
+            None, or at once the result of a request with nothing to compute: an error, or `max_tokens=0`.
+        """
+        seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
+        text = prompt if isinstance(prompt, str) else None
+        result = RequestOutput(request_id=request_id, prompt=text, seed=seed)
+        try:
+            result.prompt_token_ids = self._token_ids(prompt, allow_special_tokens)
+            room = self._room(result.prompt_token_ids, params)
+        except RequestError as error:
+            result.finish_reason, result.error, result.error_kind = FinishReason.ERROR, str(error), error.kind
+            return result
+        if room == 0:
+            result.finish_reason = FinishReason.LENGTH
+            return result
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids = stop_ids.union(self.plan.network.eos_token_ids)
+        sequence = Sequence(request_id, list(result.prompt_token_ids), params, seed, room, stop_ids=stop_ids)
+        self._outputs.add(sequence, text)
+        self.engine.add(sequence)
+        return None
+
+    def step(self) -> tuple[list[RequestOutput], StepOutput]:
+        """Run one step; returns the results of the requests that it finished, and what the step did."""
+        out = self.engine.step(self._outputs.push)
+        return [self._outputs.finish(sequence) for sequence in out.finished], out
+
+    def abort_waiting(self) -> int:
+        """Give up the requests that are in line; returns how many."""
+        return self._discard(self.engine.abort_waiting())
+
+    def abort_all(self) -> int:
+        """Give up all requests; returns how many."""
+        running = [self.engine.abort(s.request_id) for s in list(self.engine.scheduler.running)]
+        return self._discard(running + self.engine.abort_waiting())
+
+    def _discard(self, sequences: list[Sequence]) -> int:
+        for sequence in sequences:
+            self._outputs.discard(sequence.request_id)
+        return len(sequences)
+
+    def _token_ids(self, prompt: Prompt, allow_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_length(self.plan.tokenizer.min_tokens(prompt), "at least ")
+            try:
+                ids = self.plan.tokenizer.encode(prompt, allow_special_tokens=allow_special_tokens)
+            except UserError as error:
+                raise RequestError("bad_prompt", str(error)) from None
+        else:
+            ids = _checked_ids(prompt, self.plan.network.vocab_size)
+        if not ids:
+            raise RequestError("empty_prompt", "the prompt is empty: there is nothing to condition on")
+        self._check_length(len(ids))
+        return ids
+
+    def _check_length(self, num_tokens: int, at_least: str = "") -> None:
+        if num_tokens >= self.plan.max_model_len:
+            raise RequestError(
+                "prompt_too_long",
+                f"the prompt has {at_least}{num_tokens} tokens, which leaves no room for one more within "
+                f"max_model_len={self.plan.max_model_len}",
+            )
+
+    def _room(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+        """Most output tokens: `max_tokens` within what `max_model_len` leaves."""
+        vocab_size = self.plan.network.vocab_size
+        unknown = [token for token in params.stop_token_ids if token >= vocab_size]
+        if unknown:
+            raise RequestError("bad_sampling", f"stop_token_ids={unknown}: the vocabulary ends at {vocab_size - 1}")
+        left = self.plan.max_model_len - len(prompt_token_ids)
+        return left if params.max_tokens is None else min(left, params.max_tokens)
+
+
+def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
+    if not isinstance(prompt, (list, tuple)):
+        raise RequestError("bad_prompt", f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
+    for token in prompt:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise RequestError("bad_prompt", f"token id {token!r} is not in the vocabulary of {vocab_size}")
+    return list(prompt)
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+        return [prompts]
+    return list(prompts)
+
+
+def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise UserError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one a prompt")
+    return list(params)

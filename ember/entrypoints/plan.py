@@ -1,0 +1,67 @@
+"""Everything that is decided before weights are loaded: model folder, tokenizer, dtype, context, size of the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ember.cache.kv_pool import KVShape, num_blocks_for
+from ember.config import EngineConfig
+from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype
+from ember.errors import ConfigError
+from ember.model.gpt2_config import GPT2Config
+from ember.model.source import ModelFolder, find_model
+from ember.model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """A resolved EngineConfig: what a dry run shows and what an LLM is built from."""
+
+    config: EngineConfig
+    folder: ModelFolder
+    network: GPT2Config
+    tokenizer: Tokenizer
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    kv_shape: KVShape
+    num_blocks: int
+
+    @staticmethod
+    def resolve(config: EngineConfig) -> EnginePlan:
+        """Find the model and size the pool; no weights are read.
+
+        Raises:
+            UserError: no such model, an unsupported feature, a pool too small; one line.
+        """
+        folder = find_model(config.model.name, config.model.path)
+        network = GPT2Config.from_folder(folder.path)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        max_model_len = _max_model_len(config.max_model_len, network.max_position)
+        shape = KVShape(
+            n_layer=network.n_layer,
+            n_kv_head=network.n_kv_head,
+            head_dim=network.head_dim,
+            block_size=config.block_size,
+            dtype=dtype,
+        )
+        num_blocks = num_blocks_for(
+            config.pool_size,
+            shape,
+            max_model_len=max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            free_bytes=pool_bytes(device),
+        )
+        tokenizer = Tokenizer.from_folder(folder.path)
+        return EnginePlan(config, folder, network, tokenizer, device, dtype, max_model_len, shape, num_blocks)
+
+
+def _max_model_len(asked: int | None, max_position: int) -> int:
+    if asked is not None and asked > max_position:
+        raise ConfigError("max_model_len", asked, f"the model's context is {max_position} tokens; use at most that")
+    return max_position if asked is None else asked

@@ -1,0 +1,39 @@
+"""The command line, read once before Hydra does: flags and overrides in any order, mistakes in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra._internal.utils import get_args_parser
+
+from ember.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """`words` for Hydra, flags before overrides; and the flags that ember looks at itself."""
+
+    words: list[str]
+    help: bool
+    config_dir: str | None
+
+    @staticmethod
+    def parse(argv: Sequence[str]) -> Arguments:
+        """Read the words of a command line.
+
+        Raises:
+            UserError: an unknown flag, or a flag without its value.
+        """
+        said = io.StringIO()
+        if "--version" in argv:
+            return Arguments(["--version"], False, None)
+        try:
+            with contextlib.redirect_stderr(said):
+                options = get_args_parser().parse_intermixed_args(list(argv))
+        except SystemExit:
+            raise UserError(f"{said.getvalue().splitlines()[-1].partition('error: ')[2]} (see --help)") from None
+        flags = [word for word in argv if word not in options.overrides]
+        return Arguments([*flags, *options.overrides], options.help, options.config_dir)

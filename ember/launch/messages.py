@@ -1,0 +1,159 @@
+"""One line on stderr for what the user can mend, a traceback for a bug: the only place that words Hydra's errors."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigLoadError
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+from yaml.error import MarkedYAMLError
+
+from ember.errors import UserError
+from ember.launch.keys import NO_BASE, known_keys, must_be, no_such_key
+from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
+from ember.launch.places import job_folders, job_names, override_key
+
+_QUOTING = "quote a value with , = [ ] ( ) { } % # ~ or letters beyond ASCII, twice in a shell"
+_TYPE_IN_FILE = re.compile(
+    r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: (?P<key>.*)"
+)
+
+
+def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
+    """Say on stderr what went wrong; returns the exit code."""
+    sys.stdout.flush()
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    line = explain(error, overrides)
+    if line is None:
+        traceback.print_exception(error)
+        return BUG
+    print("error:", " ".join(line.split()), file=sys.stderr, flush=True)
+    return MISTAKE
+
+
+def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
+    """What the user did wrong and may do instead; None if it is a bug."""
+    match error:
+        case UserError():
+            return str(error)
+        case OverrideParseException():
+            return _unreadable(error.override)
+        case MissingConfigException():
+            return _missing(error, overrides)
+        case ConfigCompositionException():
+            return _composition(error, overrides)
+        case OmegaConfBaseException():
+            return f"{error.full_key}: {_first_line(error)}"
+        case MarkedYAMLError():
+            return f"{str(error.problem_mark).strip()}: {error.problem}"
+        case HydraException() | ConfigLoadError() | YAMLError():
+            return _first_line(error)
+        case ValueError() if _from_hydra(error):
+            return _hydra_value_error(error, overrides)
+    return None
+
+
+def _unreadable(override: str) -> str:
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override}: a setting is written key=value"
+    if '"' in value or "'" in value:
+        return f"{override}: cannot be read; {_QUOTING}, as in data='\"a,b.jsonl\"'"
+    return f"{override}: cannot be read; {_QUOTING}: {_quoted(key, value)}"
+
+
+def _quoted(key: str, value: str) -> str:
+    return f"{key}='\"{value}\"'"
+
+
+def _missing(error: MissingConfigException, overrides: Sequence[str]) -> str:
+    name = error.missing_cfg_file
+    if name is None:
+        return str(error).replace("\n", " ")
+    if error.options is not None:
+        return _no_such_choice(name, error.options, overrides)
+    where = re.match(r"In '(.*?)'", str(error))
+    shipped = f"there are: {', '.join(job_names(job_folders()))}; other folders: -cd FOLDER -cn NAME"
+    return f"{where[1]}.yaml: no config {name} to build on" if where else f"no job named {name} ({shipped})"
+
+
+def _no_such_choice(name: str, options: Sequence[str], overrides: Sequence[str]) -> str:
+    """`missing_cfg_file` is group/choice, and either may hold a slash."""
+    groups = [override_key(o) for o in overrides if "=" in o]
+    group = next((g for g in groups if name.startswith(f"{g}/")), name.rpartition("/")[0])
+    choice = name.removeprefix(f"{group}/")
+    line = f"{group}={choice}: no such choice (there are: {', '.join(sorted(options))})"
+    if group == "model":
+        return f"{line}; a folder or Hub repo is model.path={choice}"
+    return line
+
+
+def _composition(error: ConfigCompositionException, overrides: Sequence[str]) -> str:
+    text, cause = str(error), error.__cause__
+    if override := re.match(r"Error merging override (.*)", text, re.DOTALL):
+        return _wrong_type(override[1], cause)
+    if unknown := re.match(r"Could not override '([^']*)'\.\n", text):
+        return _unknown(unknown[1], cause, overrides)
+    if comma := re.match(r"Ambiguous value for argument '(.*)'\n1\.", text, re.DOTALL):
+        key, _, value = comma[1].partition("=")
+        return f"{comma[1]}: a comma makes a sweep, which needs -m; as one text: {_quoted(key, value)}; as a list: " + (
+            f"{key}=[{value}]"
+        )
+    if sweep := re.match(r"Sweep parameters '(.*)' requires --multirun", text, re.DOTALL):
+        key = override_key(sweep[1])
+        return f"{sweep[1]}: makes a sweep, which needs -m; for a text, as a file pattern: {_quoted(key, '*.jsonl')}"
+    if plus := re.match(r"Could not append to config\. An item is already at '(.*)'", text):
+        return f"+{plus[1]}: the setting exists; write it without the +"
+    if in_file := _TYPE_IN_FILE.match(text):
+        return _in_file(in_file)
+    return _first_line(error)
+
+
+def _wrong_type(override: str, cause: BaseException | None) -> str:
+    key = str(getattr(cause, "full_key", "") or override_key(override))
+    allowed = must_be(key) if key == override_key(override) or not key.startswith("hydra") else None
+    if key != override_key(override) and not isinstance(getattr(cause, "value", None), str | int | float):
+        return f"{override}: {key} has no settings below it; it {allowed}"
+    return f"{override}: {allowed or _first_line(cause)}"
+
+
+def _unknown(key: str, cause: BaseException | None, overrides: Sequence[str]) -> str:
+    value = next((o.partition("=")[2] for o in overrides if override_key(o) == key), None)
+    if key in known_keys() and getattr(cause, "object_type_str", "") == "dict":
+        return f"{key}: {NO_BASE}"
+    if key.startswith("hydra"):
+        return f"{key}: {_first_line(cause)}"
+    return no_such_key(key, value)
+
+
+def _in_file(match: re.Match[str]) -> str:
+    key, what = match["key"], match["what"]
+    if re.match(r"Key '.*' (not in|is not in)", what):
+        return f"{match['file']}.yaml: {no_such_key(key, None)}"
+    value = re.match(r"Value '(.*)' (of type|is not)", what)
+    return f"{match['file']}.yaml: {key}{f'={value[1]}' if value else ''}: {must_be(key) or what}"
+
+
+def _from_hydra(error: BaseException) -> bool:
+    """Whether Hydra's own argument checks raised it, not code below a job."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and "/hydra/" in frames[-1].filename.replace("\\", "/")
+
+
+def _hydra_value_error(error: ValueError, overrides: Sequence[str]) -> str:
+    kind = re.match(r"Config group override must be a string or a list\. Got (\w+)", str(error))
+    groups = [o for o in overrides if override_key(o) in ("model", "sampling")]
+    if kind and groups:
+        return f"{groups[-1]}: must be the name of a choice, not a {kind[1]}"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException | None) -> str:
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,0 +1,114 @@
+"""What ember registers with Hydra, in code: the schema, the search path, `${ember_jobs:...}` and the exit codes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from ember.config import JobConfig
+from ember.errors import UserError
+from ember.launch.messages import report
+from ember.launch.outcome import Outcome, forget_outcomes, sweep_outcomes, worst
+from ember.launch.places import job_folders, shipped
+from ember.launch.settings import job_config
+
+
+class JobFolders(SearchPathPlugin):
+    """Job files are looked for in `-cd DIR`, then ./jobs, then the shipped jobs: the user's own go first."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Called by Hydra once a start, after it has added conf/."""
+        for folder in job_folders():
+            search_path.append("ember", f"file://{folder}")
+
+
+class ExitCode(Callback):
+    """Ends the process with the exit code of its job, or of the worst job of its sweep."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Find mistakes before Hydra makes a folder."""
+        try:
+            job_config(_without_hydra(config))
+        except UserError as error:
+            raise SystemExit(report(error)) from None
+        except OmegaConfBaseException:
+            return  # an interpolation that only the running job can resolve; it checks again
+
+    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+        """A single job has ended."""
+        assert job_return.hydra_cfg is not None
+        raise SystemExit(Outcome.read(Path(job_return.hydra_cfg.hydra.runtime.output_dir)).exit_code)
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
+        forget_outcomes(Path(config.hydra.sweep.dir))
+        naming = config.hydra.job.config.override_dirname
+        keys = sorted({*naming.exclude_keys, *_fixed_keys(config)})
+        with open_dict(config):
+            naming.exclude_keys = keys
+            config.hydra.overrides.hydra.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(keys)}]")
+
+    def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
+        """Say what each job did."""
+        outcomes = sweep_outcomes(Path(config.hydra.sweep.dir))
+        if not outcomes:
+            raise SystemExit(report(UserError(_no_jobs(config))))
+        print(f"\n{' job':>4}  exit  {'end':<11}  {'speed':>14}  settings", *(o.line() for o in outcomes), sep="\n")
+        sys.stdout.flush()
+        raise SystemExit(worst(o.exit_code for o in outcomes))
+
+
+def register() -> None:
+    """Add all this to Hydra; again does no harm."""
+    store = ConfigStore.instance()
+    store.store(name="job_schema", node=_schema(), provider="ember")
+    exit_code = {"ember": {"_target_": f"{ExitCode.__module__}.{ExitCode.__qualname__}"}}
+    store.store(group="hydra", name="config", node=HydraConf(callbacks=exit_code), provider="ember")
+    Plugins.instance().register(JobFolders)
+    OmegaConf.register_new_resolver("ember_jobs", lambda path: str(shipped("jobs") / path), replace=True)
+
+
+def _schema() -> DictConfig:
+    """JobConfig, with its free mapping open: Hydra closes every mapping to keys that it does not know."""
+    schema = OmegaConf.structured(JobConfig)
+    OmegaConf.set_struct(schema.sampling_columns, False)
+    return schema
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    job = config.copy()
+    with open_dict(job):
+        del job["hydra"]
+    return job
+
+
+def _sweep_lines(config: DictConfig) -> list[str]:
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    return [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+
+
+def _fixed_keys(config: DictConfig) -> list[str]:
+    """The keys set to one value for the whole sweep; a later line for the same key wins."""
+    overrides = OverridesParser.create().parse_overrides(_sweep_lines(config))
+    sweeping = {o.key_or_group: o.is_sweep_override() for o in overrides}
+    return [key for key, sweeps in sweeping.items() if not sweeps]
+
+
+def _no_jobs(config: DictConfig) -> str:
+    globs = [line for line in _sweep_lines(config) if "=glob(" in line]
+    if not globs:
+        return "the sweep has no jobs: an override with an empty list of values"
+    key = globs[0].partition("=")[0]
+    return f"{globs[0]}: the sweep has no jobs, no choice of a group matches; for files write {key}='\"*.jsonl\"'"

@@ -1,0 +1,63 @@
+"""From what Hydra composed to a JobConfig: nothing after this sees a DictConfig."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+
+from ember.config import JobConfig
+from ember.errors import ConfigError, UserError
+from ember.launch.keys import NO_BASE, no_such_key
+
+
+def job_config(cfg: DictConfig) -> JobConfig:
+    """Check and convert the composed settings.
+
+    Raises:
+        UserError: an unknown key, a value that is not allowed, or no data; one line with the dotted key.
+    """
+    if OmegaConf.get_type(cfg) is not JobConfig:
+        raise UserError(NO_BASE)
+    for key, value in _unknown(cfg, JobConfig, ""):
+        raise UserError(no_such_key(key, value))
+    if cfg.data is None:
+        raise UserError("data must be given: data=prompts.jsonl (a file, a folder, a glob or a list of them)")
+    _check_groups(cfg)
+    config = OmegaConf.to_object(cfg)
+    assert isinstance(config, JobConfig)
+    _expand_home(config)
+    return config
+
+
+def _check_groups(cfg: DictConfig) -> None:
+    """Build each group alone first: its errors name a key without the group."""
+    for group in (f.name for f in fields(JobConfig)):
+        if not OmegaConf.is_dict(cfg[group]):
+            continue
+        try:
+            OmegaConf.to_object(cfg[group])
+        except ConfigError as error:
+            raise error.under(group) from None
+
+
+def _unknown(cfg: DictConfig, schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Keys that came in by `+` or from a group file, past the schema."""
+    types = get_type_hints(schema)
+    for key in cfg:
+        name = f"{prefix}{key}"
+        if key not in types:
+            yield name, OmegaConf.select(cfg, str(key))
+        elif is_dataclass(types[str(key)]):
+            yield from _unknown(cfg[key], types[str(key)], f"{name}.")
+
+
+def _expand_home(config: JobConfig) -> None:
+    config.data = [os.path.expanduser(item) for item in config.data]
+    if config.output is not None:
+        config.output = os.path.expanduser(config.output)
+    if config.model.path is not None:
+        config.model.path = os.path.expanduser(config.model.path)

@@ -1,0 +1,115 @@
+"""GPT-2, from scratch: learned positions, pre-LayerNorm blocks, GELU MLP, (usually) tied LM head.
+
+Radford et al., "Language Models are Unsupervised Multitask Learners" (2019). It sees one packed batch of tokens:
+no batch dimension, no padding. Attention is the backend's; everything else is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch.nn.functional import embedding, gelu, layer_norm, linear, relu
+
+from ember.attention.base import AttentionBackend
+from ember.cache.kv_pool import KVLayer
+from ember.model.gpt2_config import GPT2Config
+
+_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu_new": partial(gelu, approximate="tanh"),
+    "gelu": gelu,
+    "relu": relu,
+}
+
+
+class LayerNorm:
+    """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], name: str, eps: float) -> None:
+        self.weight, self.bias, self.eps = weights[f"{name}.weight"], weights[f"{name}.bias"], eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Linear:
+    """y = x W^T + b with W [out, in]."""
+
+    def __init__(self, weights: Mapping[str, torch.Tensor], name: str) -> None:
+        self.weight, self.bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Attention:
+    """Causal self-attention with grouped queries: n_head query heads share n_kv_head K/V heads."""
+
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
+        self.config = config
+        self.c_attn = Linear(weights, f"h.{index}.attn.c_attn")
+        self.c_proj = Linear(weights, f"h.{index}.attn.c_proj")
+        self.scale = 1.0 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
+        if config.scale_attn_by_inverse_layer_idx:
+            self.scale /= index + 1
+
+    def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
+        c = self.config
+        kv_width = c.n_kv_head * c.head_dim
+        q, k, v = torch.split(self.c_attn(x), [c.n_embd, kv_width, kv_width], dim=-1)
+        q = q.reshape(-1, c.n_head, c.head_dim)
+        k, v = (t.reshape(-1, c.n_kv_head, c.head_dim) for t in (k, v))
+        out = attention.forward(q, k, v, layer, self.scale)
+        return self.c_proj(out.reshape(-1, c.n_embd))
+
+
+class MLP:
+    """Two linears with the activation between them."""
+
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
+        self.c_fc = Linear(weights, f"h.{index}.mlp.c_fc")
+        self.c_proj = Linear(weights, f"h.{index}.mlp.c_proj")
+        self.activation = _ACTIVATIONS[config.activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.activation(self.c_fc(x)))
+
+
+class Block:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
+        self.ln_1 = LayerNorm(weights, f"h.{index}.ln_1", config.layer_norm_epsilon)
+        self.attn = Attention(config, weights, index)
+        self.ln_2 = LayerNorm(weights, f"h.{index}.ln_2", config.layer_norm_epsilon)
+        self.mlp = MLP(config, weights, index)
+
+    def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x), layer, attention)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT2:
+    """The network over canonical weights (see `load_weights`); all linear weights are [out, in]."""
+
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor]) -> None:
+        self.config = config
+        self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
+        self.blocks = [Block(config, weights, index) for index in range(config.n_layer)]
+        self.ln_f = LayerNorm(weights, "ln_f", config.layer_norm_epsilon)
+        self.lm_head = self.wte if config.tie_word_embeddings else weights["lm_head.weight"]
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, layers: list[KVLayer], attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Hidden states [T, n_embd] of the packed tokens; `input_ids` and `positions` are [T]."""
+        x = embedding(input_ids, self.wte) + embedding(positions, self.wpe)
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = block(x, layer, attention)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
+        return linear(self.ln_f(hidden), self.lm_head).float()

@@ -1,0 +1,142 @@
+"""The progress bar of a job: rows done, output tokens per second, running and waiting sequences, KV use.
+
+The only module that knows tqdm. It is told of every engine step and draws ten times a second at most; where the
+stream is no terminal it prints a line now and then. It never costs a job its life: a stream that breaks is left alone.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+from ember.core.stats import StepStats
+
+_DRAW_EVERY_S = 0.1
+_LINE_EVERY_S = 10.0
+_RATE_WINDOW_S = 3.0
+_BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+_COUNT = "{n_fmt} rows [{elapsed}{postfix}]"
+
+
+class ProgressBar:
+    """Make it when the first row can start (its clock runs from here), update it every step, close it.
+
+    Args:
+        total_rows: rows to do; 0 if unknown.
+        enabled: False shows nothing at all.
+        stream: standard error if None.
+        initial_rows: rows that were done before this run; they count as done, but not for the time that is left.
+        clock: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        total_rows: int,
+        enabled: bool,
+        stream: TextIO | None = None,
+        *,
+        initial_rows: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._enabled, self._clock = enabled, clock
+        self._stream = sys.stderr if stream is None else stream
+        self._total, self._initial = total_rows, initial_rows
+        self._rows, self._tokens = initial_rows, 0
+        self._stats: StepStats | None = None
+        self._rate = TokenRate(clock())
+        self._start_s = clock()
+        self._bar = self._make_bar() if enabled and self._stream.isatty() else None
+        self._every_s = _DRAW_EVERY_S if self._bar is not None else _LINE_EVERY_S
+        self._due_s = self._start_s + (0.0 if self._bar is not None else _LINE_EVERY_S)
+
+    def update(self, rows_done: int, output_tokens: int, stats: StepStats) -> None:
+        """Tell it the totals so far and the latest step's statistics. Free unless a drawing is due.
+
+        Args:
+            rows_done: rows finished, `initial_rows` among them.
+            output_tokens: tokens sampled so far in this run, also those of unfinished rows.
+        """
+        if not self._enabled:
+            return
+        self._rows, self._tokens, self._stats = rows_done, output_tokens, stats
+        now = self._clock()
+        if now >= self._due_s:
+            self._due_s = now + self._every_s
+            self._draw(now, self._rate.at(now, self._tokens))
+
+    def close(self) -> None:
+        """Leave the bar where the job has come to (100% only if it has), with the mean speed. Once is enough."""
+        if not self._enabled:
+            return
+        now = self._clock()
+        self._draw(now, self._tokens / max(now - self._start_s, 1e-9))
+        if self._bar is not None:
+            self._quietly(self._bar.close)
+        self._enabled = False
+
+    def _make_bar(self) -> Any:
+        # tqdm's own rate limit and its monitor thread are switched off: update() decides when to draw.
+        return _Bar(
+            total=self._total or None,
+            initial=self._initial,
+            file=self._stream,
+            mininterval=0,
+            dynamic_ncols=True,
+            bar_format=_BAR if self._total else _COUNT,
+        )
+
+    def _draw(self, now: float, rate: float) -> None:
+        if self._bar is None:
+            self._quietly(lambda: print(self._line(now, rate), file=self._stream, flush=True))
+            return
+        self._bar.n = self._rows
+        self._bar.set_postfix_str(_state(rate, self._stats), refresh=False)
+        self._quietly(self._bar.refresh)
+
+    def _line(self, now: float, rate: float) -> str:
+        elapsed = now - self._start_s
+        done, left = self._rows - self._initial, self._total - self._rows
+        share = f"/{self._total} rows ({self._rows / self._total:.0%})" if self._total else " rows"
+        eta = f"<{tqdm.format_interval(elapsed / done * left)}" if done > 0 and left > 0 else ""
+        return f"{self._rows}{share} [{tqdm.format_interval(elapsed)}{eta}, {_state(rate, self._stats)}]"
+
+    def _quietly(self, draw: Callable[[], Any]) -> None:
+        try:
+            draw()
+        except (OSError, ValueError):  # the terminal has gone, or the stream was closed
+            self._enabled = False
+
+
+class TokenRate:
+    """Tokens per second of the last few seconds: an average in which older seconds fade."""
+
+    def __init__(self, now: float) -> None:
+        self._time, self._tokens = now, 0
+        self._rate: float | None = None
+
+    def at(self, now: float, tokens: int) -> float:
+        """The rate at the time `now` (s), when `tokens` have come in all."""
+        elapsed = now - self._time
+        if elapsed <= 0:
+            return self._rate or 0.0
+        latest = (tokens - self._tokens) / elapsed
+        weight = 1.0 if self._rate is None else -math.expm1(-elapsed / _RATE_WINDOW_S)
+        self._rate = (self._rate or 0.0) + weight * (latest - (self._rate or 0.0))
+        self._time, self._tokens = now, tokens
+        return self._rate
+
+
+class _Bar(tqdm):
+    monitor_interval = 0
+
+
+def _state(rate: float, stats: StepStats | None) -> str:
+    if stats is None:
+        return f"{rate:,.0f} tok/s"
+    kv = stats.blocks_used / stats.blocks_total if stats.blocks_total else 0.0
+    return f"{rate:,.0f} tok/s, run {stats.num_running} wait {stats.num_waiting}, KV {kv:.0%}"

@@ -1,0 +1,215 @@
+"""The output folder: one job at a time, never over results, small files whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ember.data import folder as folder_module
+from ember.data.folder import OutputFolder
+from ember.errors import UserError
+
+HOLDER = """
+import sys, time
+from ember.data.folder import OutputFolder
+folder = OutputFolder(sys.argv[1]).create()
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the lock of tmp_path/out."""
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    command = [sys.executable, "-c", HOLDER, str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) as process:
+        assert process.stdout.readline() == "locked\n"
+        yield process
+        process.kill()
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def refuse(path, *words):
+    with pytest.raises(UserError) as caught:
+        OutputFolder(str(path)).create()
+    text = str(caught.value)
+    assert "\n" not in text
+    for word in words:
+        assert word in text
+
+
+def test_the_layout_is_made_with_its_parents(tmp_path):
+    """A fresh checkout has no outputs/ folder, let alone a dated one."""
+    with OutputFolder(str(tmp_path / "a" / "b")) as folder:
+        assert folder.path == tmp_path / "a" / "b"
+        assert folder.completions_dir.is_dir()
+        assert folder.steps_dir.is_dir()
+        assert names(folder.path) == [".lock", "completions", "steps"]
+        assert not folder.has_results()
+
+
+def test_hydras_folder_and_log_are_no_results(tmp_path):
+    """Hydra writes into the default output before the job starts: that must not read as an earlier job."""
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text("seed: 0\n")
+    (tmp_path / "run.log").write_text("")
+    OutputFolder(str(tmp_path)).create().release()
+
+
+def test_a_second_try_after_a_failed_start_is_allowed(tmp_path):
+    """A job that failed before its first row leaves folders and a config.yaml; that must not block the folder."""
+    for text in ("seed: 0\n", "seed: 1\n"):
+        with OutputFolder(str(tmp_path)) as folder:
+            folder.write_config(text)
+            folder.write_summary({"status": "failed"})
+    assert (tmp_path / "config.yaml").read_text().endswith("seed: 1\n")
+
+
+@pytest.mark.parametrize("result", ["manifest.json", "completions/part-00000.parquet", "completions/x.parquet"])
+def test_results_are_never_written_over(tmp_path, result):
+    """The rows of two jobs in one folder, with the same row_index twice."""
+    out = tmp_path / "out"
+    (out / "completions").mkdir(parents=True)
+    (out / result).write_text("{}")
+    refuse(out, f"output={out}", "already holds results", "another output", "remove")
+    assert (out / result).read_text() == "{}"
+    assert OutputFolder(str(out)).has_results()
+    assert "steps" not in names(out)
+
+
+def test_a_refused_folder_is_not_left_locked(tmp_path):
+    """A refusal that keeps the lock would block the folder for the rest of a sweep."""
+    (tmp_path / "manifest.json").write_text("{}")
+    refuse(tmp_path, "already holds results")
+    (tmp_path / "manifest.json").unlink()
+    OutputFolder(str(tmp_path)).create().release()
+
+
+def test_somebody_elses_config_is_not_written_over(tmp_path):
+    """output=. in a Hydra project of one's own would replace that project's config.yaml."""
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    refuse(tmp_path, "config.yaml", "another output")
+    assert (tmp_path / "config.yaml").read_text() == "mine: true\n"
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    """NotADirectoryError or FileExistsError as a traceback."""
+    (tmp_path / "file").write_text("")
+    refuse(tmp_path / "file", f"output={tmp_path}/file", "is a file")
+    refuse(tmp_path / "file" / "below", f"output={tmp_path}/file/below", "is a file")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "completions").write_text("")
+    refuse(tmp_path / "out", f"output={tmp_path}/out", "completions is in the way")
+
+
+@pytest.mark.parametrize("call", ["open", "fsync"])
+def test_an_unwritable_folder_is_named(tmp_path, monkeypatch, call):
+    """PermissionError or EROFS as a traceback, and a lock that stays."""
+
+    def refused(*_args, **_kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module.os, call, refused)
+        refuse(tmp_path / "out", f"output={tmp_path}/out", "Read-only file system")
+    OutputFolder(str(tmp_path / "out")).create().release()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/out", "file:///tmp/out"])
+def test_a_url_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch, url):
+    """Path("s3://b") is the local folder s3:/b: the results would lie where nobody looks."""
+    monkeypatch.chdir(tmp_path)
+    refuse(url, f"output={url}", "local folder")
+    assert names(tmp_path) == []
+
+
+def test_two_jobs_of_one_process_do_not_share_a_folder(tmp_path):
+    """A lock that belongs to the process would let a sweep in one process write twice to one folder."""
+    with OutputFolder(str(tmp_path)):
+        refuse(tmp_path, "another job is writing to", str(tmp_path))
+    OutputFolder(str(tmp_path)).create().release()
+
+
+def test_another_process_is_kept_out(tmp_path, holder):
+    """Two jobs that write part-00000 of one folder."""
+    refuse(tmp_path / "out", "another job is writing to", str(tmp_path / "out"))
+
+
+def test_the_lock_dies_with_its_job(tmp_path, holder):
+    """A lock file that outlives a killed job would have to be removed by hand."""
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    OutputFolder(str(tmp_path / "out")).create().release()
+
+
+def test_small_files_hold_what_was_given(tmp_path):
+    """Escaped or mangled text; a lone surrogate in an error message must not cost the summary."""
+    with OutputFolder(str(tmp_path)) as folder:
+        folder.write_config("prompt: 漢字\n")
+        folder.write_manifest({"a": [1, None]})
+        folder.write_summary({"error": "漢\ud800"})
+    assert (tmp_path / "config.yaml").read_text("utf-8").splitlines()[1:] == ["prompt: 漢字"]
+    assert json.loads((tmp_path / "manifest.json").read_text("utf-8")) == {"a": [1, None]}
+    assert "漢" in (tmp_path / "summary.json").read_text("utf-8")
+    assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == {"error": "漢\ud800"}
+    assert names(tmp_path) == [".lock", "completions", "config.yaml", "manifest.json", "steps", "summary.json"]
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    """An empty or torn summary.json after a full disk, or a temporary file left over."""
+    with OutputFolder(str(tmp_path)) as folder:
+        folder.write_summary({"n": 1})
+        before = names(tmp_path)
+
+        def full(_fd):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(folder_module.os, "fsync", full)
+        with pytest.raises(UserError, match=r"can't write .*summary\.json: No space left on device"):
+            folder.write_summary({"n": 2})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"n": 1}
+    assert names(tmp_path) == before
+
+
+def test_not_a_number_is_no_json(tmp_path):
+    """NaN in a .json file breaks every strict reader; the old file must survive the refusal."""
+    with OutputFolder(str(tmp_path)) as folder:
+        folder.write_summary({"n": 1})
+        with pytest.raises(ValueError, match="JSON"):
+            folder.write_summary({"n": float("nan")})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"n": 1}
+
+
+def test_nothing_is_written_without_the_lock(tmp_path):
+    """A summary written after release() could hit the next job's folder."""
+    with OutputFolder(str(tmp_path)) as folder:
+        pass
+    with pytest.raises(RuntimeError, match="lock"):
+        folder.write_summary({})
+
+
+def test_a_file_system_that_cannot_flush_folders_is_used_all_the_same(tmp_path, monkeypatch):
+    """fsync of a folder is EINVAL on some network file systems."""
+    real = os.fsync
+
+    def fsync(fd):
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        real(fd)
+
+    monkeypatch.setattr(folder_module.os, "fsync", fsync)
+    with OutputFolder(str(tmp_path)) as folder:
+        folder.write_summary({"n": 1})
+    assert json.loads((tmp_path / "summary.json").read_text()) == {"n": 1}
