@@ -17,10 +17,11 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
     network, blocks = plan.network, plan.num_blocks
     num_rows = reader.num_rows if config.limit is None else min(config.limit, reader.num_rows)
     size = blocks * plan.kv_shape.bytes_per_block
-    dtype = str(plan.dtype).removeprefix("torch.")
     print(f"model   {plan.folder.name}: {network.n_layer} layers, {network.n_head} heads, width {network.n_embd}")
     print(f"        {plan.folder.path}")
-    print(f"runs    on {plan.device} in {dtype}, max_model_len {plan.max_model_len}, scheduler {config.scheduler}")
+    print(
+        f"runs    on {plan.device} in {plan.dtype_name}, attention {plan.attention}, max_model_len {plan.max_model_len}, scheduler {config.scheduler}"
+    )
     print(
         f"pool    {blocks:,} blocks of {config.block_size} tokens = {blocks * config.block_size:,} tokens, {size:,} bytes"
     )
@@ -34,7 +35,7 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
 
 def _describe(row: PromptRow, config: JobConfig, plan: EnginePlan) -> str:
     if row.error is not None or row.prompt is None:
-        return f"error: {row.error}"
+        return f"error: {row.where}: {row.error}"
     if isinstance(row.prompt, list):
         return f"{len(row.prompt)} token ids: {row.prompt[:20]}"
     try:

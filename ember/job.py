@@ -101,9 +101,9 @@ class Job:
         begin = time.perf_counter()
         self.folder.write_config(yaml.safe_dump(asdict(self.config), sort_keys=False, allow_unicode=True))
         self.folder.write_manifest(self._manifest())
-        bar = ProgressBar(self.num_rows, self.config.progress)
         self._completions = self._writer(self.folder.completions_dir, completions_schema(self.reader.schema))
         self._steps = self._writer(self.folder.steps_dir, STEPS_SCHEMA)
+        bar = ProgressBar(self.num_rows, self.config.progress)
         try:
             with self._steps, self._completions:
                 self._loop(bar)
@@ -195,6 +195,8 @@ class Job:
 
     def _write(self, output: RequestOutput) -> None:
         row = self._live.pop(output.request_id)
+        if output.error is not None:
+            output.error = f"{output.error_kind}: {row.where}: {output.error}"
         self._completions.write(_completion_row(row, output))
         self._counts.add_row(
             finish_reason=output.finish_reason,
@@ -230,8 +232,8 @@ class Job:
             settings={
                 "model": plan.folder.name,
                 "device": str(plan.device),
-                "dtype": str(plan.dtype).removeprefix("torch."),
-                "attention": self.config.attention,
+                "dtype": plan.dtype_name,
+                "attention": plan.attention,
                 "scheduler": self.config.scheduler,
                 "pool_size": self.config.pool_size,
             },

@@ -7,6 +7,7 @@ stream is no terminal it prints a line now and then. It never costs a job its li
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -86,7 +87,7 @@ class ProgressBar:
             initial=self._initial,
             file=self._stream,
             mininterval=0,
-            dynamic_ncols=True,
+            **({"dynamic_ncols": True} if _knows_its_width(self._stream) else {"ncols": 80}),
             bar_format=_BAR if self._total else _COUNT,
         )
 
@@ -133,6 +134,14 @@ class TokenRate:
 
 class _Bar(tqdm):
     monitor_interval = 0
+
+
+def _knows_its_width(stream: TextIO) -> bool:
+    """False for a terminal of 0 columns (as some containers have), where tqdm would draw nothing."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns > 0
+    except (OSError, ValueError):
+        return False
 
 
 def _state(rate: float, stats: StepStats | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pty
 
 import pytest
 
@@ -96,6 +97,16 @@ def test_a_log_file_gets_few_lines_and_no_carriage_returns():
     assert "\r" not in stream.getvalue()
     assert lines[0].startswith("99/1000 rows (10%) [00:10<01:")
     assert "990 tok/s, run 3 wait 5, KV 75%" in lines[0]
+
+
+def test_a_terminal_without_a_width_shows_the_bar():
+    """Pseudo-terminals of containers have 0 columns, for which tqdm draws an empty line."""
+    main, side = pty.openpty()
+    with open(main, "rb", buffering=0) as screen, open(side, "w") as stream:
+        bar = ProgressBar(4, True, stream, clock=Clock())
+        bar.update(4, 10, STATS)
+        bar.close()
+        assert b"100%" in screen.read(4096)
 
 
 def test_disabled_means_silent():

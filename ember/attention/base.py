@@ -57,8 +57,13 @@ _BACKENDS = {
 }
 
 
+def resolve_attention(name: str) -> str:
+    """`auto` is the fastest backend there is for the device."""
+    return "batched" if name == "auto" else name
+
+
 def make_backend(name: str) -> AttentionBackend:
     """The backend of that name; its module is imported only now."""
-    module, cls = _BACKENDS["batched" if name == "auto" else name]
+    module, cls = _BACKENDS[name]
     factory: Callable[[], AttentionBackend] = getattr(import_module(module), cls)
     return factory()

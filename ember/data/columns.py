@@ -1,9 +1,9 @@
 """What the columns of a job's output are called and which Arrow types they have: pure rules, no files.
 
 The output's schema must be known before its first row is written. Names come from `output_names`. A JSONL column's
-type follows from the *kinds* of value in it, bits that a scan collects with `|` and `type_of_kinds` turns into one Arrow
-type that holds every one of them exactly. A Parquet column keeps its own type unless the files disagree; then it takes
-part in the same rules through `kinds_of_type`.
+type follows from the *kinds* of value in it, bits that a scan collects with `|` and `type_of_kinds` turns into one type
+that holds every one of them exactly. A Parquet column keeps its own type unless the files disagree; then it takes part
+in the same rules through `kinds_of_type`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import os
 from collections.abc import Iterator
@@ -127,7 +128,9 @@ def _glob(pattern: str) -> list[str]:
 
 
 def _wanted(path: str, pattern: str) -> bool:
-    """Whether a glob's match is read: a `_name` only if the pattern itself starts with `_`."""
-    if os.path.basename(path).startswith("_") and not os.path.basename(pattern).startswith("_"):
-        return False
+    """Whether a glob's match is read: a `_name` on the way to it only if the pattern itself says `_`."""
+    asked = [part for part in pattern.split(os.sep) if part.startswith("_")]
+    for part in path.split(os.sep):
+        if part.startswith("_") and not any(fnmatch.fnmatchcase(part, name) for name in asked):
+            return False
     return os.path.isdir(path) or (os.path.isfile(path) and (is_parquet(path) or is_jsonl(path)))

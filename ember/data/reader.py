@@ -36,16 +36,18 @@ class PromptRow:
 
     Attributes:
         row_index: 0-based number over all files in sorted order; blank lines are not counted.
+        where: the row's place, "FILE:LINE" or "FILE row N" (N is 0-based within that Parquet file).
         id: the id column as text, None where it is missing or null.
         prompt: text (a template is rendered already) or token ids; None with an error.
         sampling: the row's own sampling settings, raw, for `SamplingParams.override`; empty with an error.
         columns: the values that pass through, by output name, in the schema's types. Every name is there; what is
             missing or can't be read is None. A Parquet value that Python can't hold exactly (nanoseconds, years past
             9999) is an Arrow scalar, which `pa.array` takes among plain values.
-        error: one line, "FILE:LINE: cause" or "FILE row N: cause" (N is 0-based within that Parquet file), or None.
+        error: why the row can't run, on one line that does not repeat `where`; or None.
     """
 
     row_index: int
+    where: str
     id: str | None
     prompt: str | list[int] | None
     sampling: dict[str, Any]
@@ -99,15 +101,15 @@ class PromptReader:
     def _row(self, row_index: int, record: Record) -> PromptRow:
         values = record.values
         if values is None:
-            return PromptRow(row_index, None, None, {}, dict(self._no_values), f"{record.where}: {record.cause}")
+            return PromptRow(row_index, record.where, None, None, {}, dict(self._no_values), record.cause)
         causes = [] if record.cause is None else [record.cause]
         prompt = _attempt(causes, self._prompt, values)
         sampling = _attempt(causes, self._sampling.of_record, record)
         row_id = self._id(values)
         columns = self._columns(values, causes)
         if causes:
-            return PromptRow(row_index, row_id, None, {}, columns, f"{record.where}: {causes[0]}")
-        return PromptRow(row_index, row_id, prompt, sampling or {}, columns, None)
+            return PromptRow(row_index, record.where, row_id, None, {}, columns, causes[0])
+        return PromptRow(row_index, record.where, row_id, prompt, sampling or {}, columns, None)
 
     def _prompt(self, values: dict[str, Any]) -> str | list[int]:
         name = self._config.prompt_column
@@ -147,7 +149,8 @@ class PromptReader:
             if only_parquet or (setting == "id_column" and self.num_rows):
                 raise ConfigError(setting, one_line(name, 60), f"{what}; name one of those")
             if self.num_rows:
-                self.warnings.append(f"{setting}={one_line(name, 60)}: {what}")
+                effect = "; every row is an error row" if setting in ("prompt_column", "template") else ""
+                self.warnings.append(f"{setting}={one_line(name, 60)}: {what}{effect}")
         if self._template is not None and not self._template.names:
             self.warnings.append(
                 f"template={one_line(config.template or '')}: it names no column; all prompts are equal"

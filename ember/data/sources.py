@@ -2,8 +2,8 @@
 
 `JsonlSource` and `ParquetSource` give the same things: `num_rows`, the columns, and `records()`, which yields one
 Record per row whatever the row looks like. Memory is bounded by a batch of rows, and a file is open only while it is
-scanned or its records are being taken. A file that changes between the scan and the reading ends the job: its rows would
-no longer be those that the schema and the row numbers were made from.
+scanned or its records are being taken. A file that changes between the scan and the reading ends the job: its rows
+would no longer be those that the schema and the row numbers were made from.
 """
 
 from __future__ import annotations

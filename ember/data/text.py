@@ -11,6 +11,8 @@ import json
 from datetime import date, datetime, time
 from typing import Any
 
+import pyarrow as pa
+
 MAX_DEPTH = 200
 """Deepest nesting of a JSON value that is read: fixed, so that the caller's own stack depth never decides."""
 
@@ -39,7 +41,7 @@ def is_encodable(text: str) -> bool:
 
 def is_json_encodable(value: Any) -> bool:
     """Whether every string within `value` can be written as UTF-8."""
-    return is_encodable(json.dumps(value, ensure_ascii=False, default=_as_json_string))
+    return is_encodable(_ENCODER.encode(value))
 
 
 def encodable(text: str) -> str:
@@ -48,8 +50,8 @@ def encodable(text: str) -> str:
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON text in UTF-8; what JSON has no form for (times, decimals, bytes) becomes a string."""
-    return encodable(json.dumps(value, ensure_ascii=False, default=_as_json_string))
+    """`value` as JSON text in UTF-8; what JSON has no form for (times, decimals, bytes) becomes text."""
+    return encodable(_ENCODER.encode(value))
 
 
 def plain_text(value: Any) -> str:
@@ -58,7 +60,8 @@ def plain_text(value: Any) -> str:
         return encodable(value)
     if value is None or isinstance(value, (bool, int, float, dict, list, tuple)):
         return json_text(value)
-    return _as_json_string(value)
+    form = _json_form(value)
+    return encodable(form) if isinstance(form, str) else json_text(form)
 
 
 def parse_json(text: str) -> Any:
@@ -93,9 +96,28 @@ def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
-def _as_json_string(value: Any) -> str:
+def _json_form(value: Any) -> Any:
+    """Something nearer to JSON for a value that has no form there; text in the end."""
     if isinstance(value, (datetime, date, time)):
         return value.isoformat()
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
-    return str(value)
+    return _scalar_form(value) if isinstance(value, pa.Scalar) else str(value)
+
+
+def _scalar_form(scalar: pa.Scalar) -> Any:
+    """An Arrow scalar that Python can't hold: its members if it has any, else Arrow's own spelling."""
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, (pa.ListScalar, pa.LargeListScalar, pa.FixedSizeListScalar)):
+        return list(scalar.values)
+    if isinstance(scalar, pa.StructScalar):
+        return {name: scalar[name] for name in scalar}
+    try:
+        return scalar.cast(pa.string()).as_py()
+    except (pa.ArrowException, ValueError):
+        return str(getattr(scalar, "value", type(scalar).__name__))
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=_json_form)
+"""Made once: `json.dumps` with options makes one a call. Parsed values hold no cycles."""

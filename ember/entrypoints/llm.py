@@ -57,7 +57,7 @@ class LLM:
         config = plan.config
         weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
-        runner = ModelRunner(GPT2(plan.network, weights), pool, make_backend(config.attention), plan.device)
+        runner = ModelRunner(GPT2(plan.network, weights), pool, make_backend(plan.attention), plan.device)
         scheduler = Scheduler(
             BlockManager(plan.num_blocks, config.block_size),
             policy=config.scheduler,
@@ -113,6 +113,7 @@ class LLM:
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed)
         try:
             result.prompt_token_ids = self._token_ids(prompt, allow_special_tokens)
+            self._check_length(len(result.prompt_token_ids))
             room = self._room(result.prompt_token_ids, params)
         except RequestError as error:
             result.finish_reason, result.error, result.error_kind = FinishReason.ERROR, str(error), error.kind
@@ -158,7 +159,6 @@ class LLM:
             ids = _checked_ids(prompt, self.plan.network.vocab_size)
         if not ids:
             raise RequestError("empty_prompt", "the prompt is empty: there is nothing to condition on")
-        self._check_length(len(ids))
         return ids
 
     def _check_length(self, num_tokens: int, at_least: str = "") -> None:

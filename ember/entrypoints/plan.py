@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ember.attention.base import resolve_attention
 from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype
@@ -27,6 +28,7 @@ class EnginePlan:
     tokenizer: Tokenizer
     device: torch.device
     dtype: torch.dtype
+    attention: str
     max_model_len: int
     kv_shape: KVShape
     num_blocks: int
@@ -57,8 +59,23 @@ class EnginePlan:
             max_num_seqs=config.max_num_seqs,
             free_bytes=pool_bytes(device),
         )
-        tokenizer = Tokenizer.from_folder(folder.path)
-        return EnginePlan(config, folder, network, tokenizer, device, dtype, max_model_len, shape, num_blocks)
+        return EnginePlan(
+            config=config,
+            folder=folder,
+            network=network,
+            tokenizer=Tokenizer.from_folder(folder.path),
+            device=device,
+            dtype=dtype,
+            attention=resolve_attention(config.attention),
+            max_model_len=max_model_len,
+            kv_shape=shape,
+            num_blocks=num_blocks,
+        )
+
+    @property
+    def dtype_name(self) -> str:
+        """The dtype as in the settings: float32, bfloat16 or float16."""
+        return str(self.dtype).removeprefix("torch.")
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

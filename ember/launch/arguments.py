@@ -14,11 +14,18 @@ from ember.errors import UserError
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """`words` for Hydra, flags before overrides; and the flags that ember looks at itself."""
+    """Flags and overrides as typed, and the flags that ember looks at itself."""
 
-    words: list[str]
-    help: bool
-    config_dir: str | None
+    flags: list[str]
+    overrides: list[str]
+    help: bool = False
+    version: bool = False
+    config_dir: str | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """What Hydra gets: it takes overrides only in one piece."""
+        return [*self.flags, *self.overrides]
 
     @staticmethod
     def parse(argv: Sequence[str]) -> Arguments:
@@ -27,13 +34,13 @@ class Arguments:
         Raises:
             UserError: an unknown flag, or a flag without its value.
         """
+        if "--version" in argv:  # the parser would answer with Hydra's
+            return Arguments([], [], version=True)
         said = io.StringIO()
-        if "--version" in argv:
-            return Arguments(["--version"], False, None)
         try:
             with contextlib.redirect_stderr(said):
                 options = get_args_parser().parse_intermixed_args(list(argv))
         except SystemExit:
             raise UserError(f"{said.getvalue().splitlines()[-1].partition('error: ')[2]} (see --help)") from None
         flags = [word for word in argv if word not in options.overrides]
-        return Arguments([*flags, *options.overrides], options.help, options.config_dir)
+        return Arguments(flags, options.overrides, help=options.help, config_dir=options.config_dir)

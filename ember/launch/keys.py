@@ -49,15 +49,16 @@ def no_such_key(key: str, value: Any = None) -> str:
 
 
 def nearest_key(key: str) -> str | None:
-    """The known key that `key` most likely meant: the same name in another group first, then by spelling."""
-    known = list(known_keys())
+    """The known key that `key` most likely meant: the same name elsewhere first, then by spelling."""
     last = key.rpartition(".")[2]
-    same = [k for k in known if k.rpartition(".")[2] == last and k != key]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
-    if same or close:
-        return (same or close)[0]
-    names = {k.rpartition(".")[2]: k for k in reversed(known)}
-    return next((names[n] for n in difflib.get_close_matches(last, names, n=1, cutoff=0.75)), None)
+    names = {k.rpartition(".")[2]: k for k in reversed(known_keys())}
+    if last in names and names[last] != key:
+        return names[last]
+    siblings = {k.rpartition(".")[2]: k for k in _siblings(key)}
+    for candidates in (siblings, names):
+        if close := difflib.get_close_matches(last, candidates, n=1, cutoff=0.7):
+            return candidates[close[0]]
+    return None
 
 
 def _siblings(key: str) -> list[str]:

@@ -18,10 +18,8 @@ from ember.launch.keys import NO_BASE, known_keys, must_be, no_such_key
 from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
 from ember.launch.places import job_folders, job_names, override_key
 
-_QUOTING = "quote a value with , = [ ] ( ) { } % # ~ or letters beyond ASCII, twice in a shell"
-_TYPE_IN_FILE = re.compile(
-    r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: (?P<key>.*)"
-)
+_QUOTING = "cannot be read as it stands; a value with , = [ ] ( ) { } % # : ~ or letters beyond ASCII needs quotes"
+_IN_FILE = re.compile(r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: (?P<key>.*)")
 
 
 def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
@@ -34,7 +32,7 @@ def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
     if line is None:
         traceback.print_exception(error)
         return BUG
-    print("error:", " ".join(line.split()), file=sys.stderr, flush=True)
+    print("error:", line.replace("\n", "\\n"), file=sys.stderr, flush=True)
     return MISTAKE
 
 
@@ -65,8 +63,8 @@ def _unreadable(override: str) -> str:
     if not equals:
         return f"{override}: a setting is written key=value"
     if '"' in value or "'" in value:
-        return f"{override}: cannot be read; {_QUOTING}, as in data='\"a,b.jsonl\"'"
-    return f"{override}: cannot be read; {_QUOTING}: {_quoted(key, value)}"
+        key, value = "data", "a,b.jsonl"
+    return f"{override}: {_QUOTING}: {_quoted(key, value)}"
 
 
 def _quoted(key: str, value: str) -> str:
@@ -111,7 +109,7 @@ def _composition(error: ConfigCompositionException, overrides: Sequence[str]) ->
         return f"{sweep[1]}: makes a sweep, which needs -m; for a text, as a file pattern: {_quoted(key, '*.jsonl')}"
     if plus := re.match(r"Could not append to config\. An item is already at '(.*)'", text):
         return f"+{plus[1]}: the setting exists; write it without the +"
-    if in_file := _TYPE_IN_FILE.match(text):
+    if in_file := _IN_FILE.match(text):
         return _in_file(in_file)
     return _first_line(error)
 

@@ -58,7 +58,7 @@ class Outcome:
     def line(self) -> str:
         """The job's line in the list at the end of a sweep."""
         word = _WORDS.get(self.exit_code, "failed") if self.started else "not started"
-        rate = "" if math.isnan(self.tokens_per_s) else f"{self.tokens_per_s:.1f} tok/s"
+        rate = "" if math.isnan(self.tokens_per_s) else f"{self.tokens_per_s:,.1f} tok/s"
         return f"{self.number:>4}  {self.exit_code:>4}  {word:<11}  {rate:>14}  {' '.join(self.overrides)}".rstrip()
 
 

@@ -11,7 +11,8 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import OverrideParseException
 from hydra.experimental.callback import Callback
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -22,7 +23,7 @@ from ember.errors import UserError
 from ember.launch.messages import report
 from ember.launch.outcome import Outcome, forget_outcomes, sweep_outcomes, worst
 from ember.launch.places import job_folders, shipped
-from ember.launch.settings import job_config
+from ember.launch.settings import as_typed, job_config
 
 
 class JobFolders(SearchPathPlugin):
@@ -40,16 +41,17 @@ class ExitCode(Callback):
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         """Find mistakes before Hydra makes a folder."""
         try:
-            job_config(_without_hydra(config))
+            job_config(_without_hydra(config), as_typed(config.hydra.overrides.task))
         except UserError as error:
             raise SystemExit(report(error)) from None
         except OmegaConfBaseException:
             return  # an interpolation that only the running job can resolve; it checks again
 
-    def on_run_end(self, config: DictConfig, job_return: JobReturn, **_: Any) -> None:
+    def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """A single job has ended."""
-        assert job_return.hydra_cfg is not None
-        raise SystemExit(Outcome.read(Path(job_return.hydra_cfg.hydra.runtime.output_dir)).exit_code)
+        ended: JobReturn = kwargs["job_return"]
+        if ended.status == JobStatus.COMPLETED and ended.hydra_cfg is not None:
+            raise SystemExit(Outcome.read(Path(ended.hydra_cfg.hydra.runtime.output_dir)).exit_code)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
@@ -82,7 +84,7 @@ def register() -> None:
 
 def _schema() -> DictConfig:
     """JobConfig, with its free mapping open: Hydra closes every mapping to keys that it does not know."""
-    schema = OmegaConf.structured(JobConfig)
+    schema: DictConfig = OmegaConf.structured(JobConfig)
     OmegaConf.set_struct(schema.sampling_columns, False)
     return schema
 
@@ -95,13 +97,17 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 
 def _sweep_lines(config: DictConfig) -> list[str]:
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    return [*(f"{key}={value}" for key, value in params.items()), *config.hydra.overrides.task]
+    params: DictConfig = OmegaConf.select(config, "hydra.sweeper.params") or OmegaConf.create()
+    own = [f"{key!s}={value}" for key, value in params.items_ex(resolve=False)]
+    return [*own, *as_typed(config.hydra.overrides.task)]
 
 
 def _fixed_keys(config: DictConfig) -> list[str]:
     """The keys set to one value for the whole sweep; a later line for the same key wins."""
-    overrides = OverridesParser.create().parse_overrides(_sweep_lines(config))
+    try:
+        overrides = OverridesParser.create().parse_overrides(_sweep_lines(config))
+    except OverrideParseException:
+        return []  # the sweeper says so itself
     sweeping = {o.key_or_group: o.is_sweep_override() for o in overrides}
     return [key for key, sweeps in sweeping.items() if not sweeps]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -12,10 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 from ember.config import JobConfig
 from ember.errors import ConfigError, UserError
 from ember.launch.keys import NO_BASE, no_such_key
+from ember.launch.places import override_key
 
 
-def job_config(cfg: DictConfig) -> JobConfig:
+def job_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> JobConfig:
     """Check and convert the composed settings.
+
+    Args:
+        cfg: what Hydra composed, without its own `hydra`.
+        overrides: what was set on top of the files, as typed.
 
     Raises:
         UserError: an unknown key, a value that is not allowed, or no data; one line with the dotted key.
@@ -29,8 +34,15 @@ def job_config(cfg: DictConfig) -> JobConfig:
     _check_groups(cfg)
     config = OmegaConf.to_object(cfg)
     assert isinstance(config, JobConfig)
+    _check_model_choice(config, overrides)
     _expand_home(config)
     return config
+
+
+def as_typed(overrides: Any) -> list[str]:
+    """Hydra's list of overrides; read as any other list, a `${...}` in one would be resolved, or fail."""
+    lines: Any = OmegaConf.to_container(overrides, resolve=False)
+    return [str(line) for line in lines]
 
 
 def _check_groups(cfg: DictConfig) -> None:
@@ -47,12 +59,20 @@ def _check_groups(cfg: DictConfig) -> None:
 def _unknown(cfg: DictConfig, schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     """Keys that came in by `+` or from a group file, past the schema."""
     types = get_type_hints(schema)
-    for key in cfg:
+    for key in map(str, cfg):
         name = f"{prefix}{key}"
         if key not in types:
-            yield name, OmegaConf.select(cfg, str(key))
-        elif is_dataclass(types[str(key)]):
-            yield from _unknown(cfg[key], types[str(key)], f"{name}.")
+            yield name, OmegaConf.select(cfg, key)
+        elif is_dataclass(types[key]):
+            yield from _unknown(cfg[key], types[key], f"{name}.")
+
+
+def _check_model_choice(config: JobConfig, overrides: Sequence[str]) -> None:
+    """A preset asked for by name must not lose, unseen, to the `model.path` of a job file."""
+    keys = [override_key(override) for override in overrides]
+    if "model" in keys and "model.path" not in keys and config.model.path is not None:
+        chosen = overrides[keys.index("model")]
+        raise UserError(f"{chosen}: the job file's model.path={config.model.path} would win; add model.path=null")
 
 
 def _expand_home(config: JobConfig) -> None:

@@ -49,7 +49,8 @@ _HARMLESS = """
     pad_token_id unk_token_id sep_token_id decoder_start_token_id is_decoder chunk_size_feed_forward torchscript
     use_bfloat16 max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
     top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size
-    num_return_sequences remove_invalid_values use_flash_attention
+    num_return_sequences remove_invalid_values use_flash_attention _attn_implementation attn_implementation
+    n_special predict_special_tokens
 """
 
 

@@ -30,7 +30,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except UserError:
         raise
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON ({_one_line(error)})") from None
+        raise UserError(f"{path}: not valid JSON ({one_line(error)})") from None
     if not isinstance(value, dict):
         raise UserError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
@@ -42,5 +42,6 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:120]
+def one_line(error: Exception) -> str:
+    """What an exception says, on one line of at most 160 characters."""
+    return " ".join(str(error).split())[:160]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ember.errors import ConfigError, UserError
+from ember.model.json_file import one_line
 from ember.model.presets import PRESETS, TINY
 
 NEEDED_FILES = (
@@ -70,6 +71,8 @@ def is_preset(text: str) -> bool:
 
 def _local(text: str) -> ModelFolder | None:
     """The folder of that name, or None where the text can only be a repo id."""
+    if not text.strip():
+        raise UserError("the model's path is empty; give a folder or a Hub repo id")
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
@@ -128,4 +131,4 @@ def _reason(error: Exception, repo: str) -> str:
             )
         case errors.HFValidationError():
             return "neither a folder nor a Hub repo id (org/name or org/name@revision)"
-    return f"can't be downloaded ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    return f"can't be downloaded ({type(error).__name__}: {one_line(error)})"

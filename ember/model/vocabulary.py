@@ -108,13 +108,13 @@ def _merges_txt(path: Path) -> list[list[str]]:
 def _tokenizer_json(data: Mapping[str, Any], path: Path) -> Vocabulary:
     """The `tokenizers` library's file, if all that it does is GPT-2's byte-level BPE."""
     model, before = _object(data.get("model")), _object(data.get("pre_tokenizer"))
-    after = _object(data.get("post_processor")).get("type", "ByteLevel")
+    after = _object(data.get("post_processor"))
     checks = {
         "model.type": model.get("type", "BPE") == "BPE",
         "normalizer": data.get("normalizer") is None,
         "pre_tokenizer": before.get("type") == "ByteLevel" and before.get("use_regex", True) is True,
         "add_prefix_space": not before.get("add_prefix_space"),
-        "post_processor": after == "ByteLevel",
+        "post_processor": after.get("type", "ByteLevel") == "ByteLevel" or _adds_nothing(after),
         **{key: not model.get(key) for key in ("byte_fallback", "ignore_merges", "dropout", "end_of_word_suffix")},
         "continuing_subword_prefix": not model.get("continuing_subword_prefix"),
     }
@@ -128,6 +128,12 @@ def _tokenizer_json(data: Mapping[str, Any], path: Path) -> Vocabulary:
     vocabulary = _build(vocab, _pairs(pairs, path), path)
     vocabulary.add(added, path)
     return vocabulary
+
+
+def _adds_nothing(template: Mapping[str, Any]) -> bool:
+    """A template of the text alone, as transformers 5 writes for GPT-2: no BOS before it, no EOS after."""
+    single = template.get("single")
+    return isinstance(single, list) and [list(_object(part)) for part in single] == [["Sequence"]]
 
 
 def _object(value: Any) -> Mapping[str, Any]:

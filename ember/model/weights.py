@@ -2,14 +2,13 @@
 
 Whatever the file's naming, orientation, dtype and head, what comes out has one naming, linears `[out, in]`, one dtype.
 The files are not trusted: each is checked against the config before one tensor is read, and only safetensors is read
-(a pickle runs code). They are memory-mapped and copied tensor by tensor, so the memory needed is the result's.
+(a pickle runs code). They are memory-mapped for one tensor at a time, so the memory needed is the result's.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from ember.errors import UserError
 from ember.model.gpt2_config import GPT2Config
-from ember.model.json_file import read_json_object, show
+from ember.model.json_file import one_line, read_json_object, show
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -27,8 +26,21 @@ _LINEAR = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 _WTE, _HEAD = "wte.weight", "lm_head.weight"
 
-# Canonical name -> (open file, the tensor's name in it).
-_Stored = dict[str, tuple[Any, str]]
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A tensor in a file, by the file's header."""
+
+    path: Path
+    name: str
+    shape: list[int]
+    dtype: str
+
+    def read(self) -> torch.Tensor:
+        """The tensor as it lies in the file, mapped; the mapping ends with it."""
+        with safe_open(self.path, framework="pt", device="cpu") as file:
+            tensor: torch.Tensor = file.get_tensor(self.name)
+            return tensor
 
 
 def load_weights(
@@ -45,39 +57,39 @@ def load_weights(
         UserError: no safetensors files, one is broken or missing, a tensor is missing, extra, of another shape or not
             of floats, or the head contradicts `tie_word_embeddings`. Names file, tensor and shapes.
     """
-    with ExitStack() as stack:
-        try:
-            stored = _canonical(_open_files(folder, stack))
-            _settle_head(stored, config, folder)
-            shapes = _shapes(config)
-            _check(stored, shapes, config, folder)
-            return {name: _read(stored[name], name, config, dtype, device) for name in shapes}
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{folder}: the weights can't be read ({_one_line(error)})") from None
-
-
-def _open_files(folder: Path, stack: ExitStack) -> Iterator[tuple[Any, str]]:
-    """Every (open file, tensor name) of the folder. A single file wins over shards, as in transformers."""
-    if (folder / SINGLE).exists():
-        file = _open(folder / SINGLE, stack)
-        names = file.keys()
-        yield from ((file, name) for name in names)
-    elif (folder / INDEX).exists():
-        for shard, names in _shards(folder / INDEX).items():
-            file = _open(folder / shard, stack)
-            _check_shard(folder / shard, names, set(file.keys()))
-            yield from ((file, name) for name in names)
-    else:
-        raise UserError(_no_weights(folder))
-
-
-def _open(path: Path, stack: ExitStack) -> Any:
+    stored = _canonical(_headers(folder))
     try:
-        return stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        _settle_head(stored, config, folder)
+        shapes = _shapes(config)
+        _check(stored, shapes, config, folder)
+        return {name: _load(stored[name], name, config, dtype, device) for name in shapes}
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder}: the weights can't be read ({one_line(error)})") from None
+
+
+def _headers(folder: Path) -> list[_Stored]:
+    """Every tensor of the folder. A single file wins over shards, as in transformers."""
+    if (folder / SINGLE).exists():
+        return _header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise UserError(_no_weights(folder))
+    tensors: list[_Stored] = []
+    for shard, names in _shards(folder / INDEX).items():
+        found = _header(folder / shard)
+        _check_shard(folder / shard, set(names), {tensor.name for tensor in found})
+        tensors += found
+    return tensors
+
+
+def _header(path: Path) -> list[_Stored]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            slices: dict[str, Any] = {name: file.get_slice(name) for name in list(file.keys())}
+            return [_Stored(path, name, list(s.get_shape()), s.get_dtype()) for name, s in slices.items()]
     except FileNotFoundError:
         raise UserError(f"{path}: a shard that {INDEX} names is missing; download the model again") from None
     except (SafetensorError, OSError) as error:
-        reason = f"broken or cut short ({_one_line(error)})"
+        reason = f"broken or cut short ({one_line(error)})"
         raise UserError(f"{path}: not a whole safetensors file, {reason}; download it again") from None
 
 
@@ -102,41 +114,37 @@ def _shards(index: Path) -> dict[str, list[str]]:
     return shards
 
 
-def _check_shard(path: Path, promised: list[str], found: set[str]) -> None:
-    if absent := sorted(set(promised) - found):
+def _check_shard(path: Path, promised: set[str], found: set[str]) -> None:
+    if absent := sorted(map(show, promised - found)):
         raise UserError(f"{path}: {_some(absent)} should be here by {INDEX}, but is not")
-    if extra := sorted(found - set(promised)):
+    if extra := sorted(map(show, found - promised)):
         raise UserError(f"{path}: {_some(extra)} is here, but not by {INDEX}")
 
 
-def _canonical(tensors: Iterator[tuple[Any, str]]) -> _Stored:
-    """Names without `transformer.` and without the causal mask's buffers."""
-    stored: _Stored = {}
-    for file, raw in tensors:
-        name = raw.removeprefix("transformer.")
+def _canonical(tensors: list[_Stored]) -> dict[str, _Stored]:
+    """By names without `transformer.`; without the causal mask's buffers."""
+    stored: dict[str, _Stored] = {}
+    for tensor in tensors:
+        name = tensor.name.removeprefix("transformer.")
         if _CAUSAL_MASK.fullmatch(name):
             continue
         if name in stored:
-            raise UserError(f"the weights hold {show(name)} twice, with and without the prefix transformer.")
-        stored[name] = (file, raw)
+            raise UserError(f"{tensor.path}: {show(name)} is there twice, with and without the prefix transformer.")
+        stored[name] = tensor
     return stored
 
 
-def _settle_head(stored: _Stored, config: GPT2Config, folder: Path) -> None:
+def _settle_head(stored: dict[str, _Stored], config: GPT2Config, folder: Path) -> None:
     """Tied: one matrix, as wte, whichever of the two names it is stored under; if both, they must agree."""
     if not config.tie_word_embeddings or _HEAD not in stored:
         return
     head = stored.pop(_HEAD)
     wte = stored.setdefault(_WTE, head)
-    if wte is not head and not _equal(wte[0].get_tensor(wte[1]), head[0].get_tensor(head[1])):
+    if wte is not head and (wte.dtype != head.dtype or not torch.equal(wte.read(), head.read())):
         raise UserError(
             f"{folder}: {_HEAD} differs from {_WTE}, but the config ties them (tie_word_embeddings); "
             "set tie_word_embeddings: false in config.json if the model has its own head, else remove lm_head.weight"
         )
-
-
-def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
@@ -157,21 +165,19 @@ def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check(stored: _Stored, shapes: dict[str, tuple[int, ...]], config: GPT2Config, folder: Path) -> None:
+def _check(stored: dict[str, _Stored], shapes: dict[str, tuple[int, ...]], config: GPT2Config, folder: Path) -> None:
     """What is there is what must be there, by the files' headers alone."""
     if missing := [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in stored]:
         raise UserError(f"{folder}: the weights lack {_some(missing)}, which config.json asks for")
-    if extra := sorted(show(stored[name][1]) for name in stored.keys() - shapes.keys()):
+    if extra := sorted(show(stored[name].name) for name in stored.keys() - shapes.keys()):
         raise UserError(f"{folder}: the weights hold {_some(extra)}, which config.json has no place for")
     wrong = []
     for name, shape in shapes.items():
-        file, raw = stored[name]
-        tensor = file.get_slice(raw)
-        expected, found = list(_as_stored(name, shape, config)), list(tensor.get_shape())
-        if found != expected:
-            wrong.append(f"{raw} has shape {found}, expected {expected}")
-        elif tensor.get_dtype() not in _FLOATS:
-            wrong.append(f"{raw} is {tensor.get_dtype()}, expected one of {', '.join(_FLOATS)}")
+        tensor, expected = stored[name], list(_as_stored(name, shape, config))
+        if tensor.shape != expected:
+            wrong.append(f"{tensor.name} has shape {tensor.shape}, expected {expected}")
+        elif tensor.dtype not in _FLOATS:
+            wrong.append(f"{tensor.name} is {tensor.dtype}, expected one of {', '.join(_FLOATS)}")
     if wrong:
         raise UserError(f"{folder}: the weights do not fit config.json: {_some(wrong)}")
 
@@ -181,11 +187,9 @@ def _as_stored(name: str, shape: tuple[int, ...], config: GPT2Config) -> tuple[i
     return shape[::-1] if config.layout == "hf" and _LINEAR.fullmatch(name) else shape
 
 
-def _read(
-    source: tuple[Any, str], name: str, config: GPT2Config, dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _load(source: _Stored, name: str, config: GPT2Config, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One copy, which turns and casts too. Never the mapping itself: a file cut short later would kill the process."""
-    tensor: torch.Tensor = source[0].get_tensor(source[1])
+    tensor = source.read()
     if config.layout == "hf" and _LINEAR.fullmatch(name):
         tensor = tensor.T
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
@@ -193,7 +197,3 @@ def _read(
 
 def _some(items: list[str]) -> str:
     return "; ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]

@@ -1,0 +1,53 @@
+"""In CI a test that is skipped for a reason nobody expects fails the run: a check must not vanish unseen."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+EXPECTED_SKIPS = ("needs a GPU", "needs CUDA", "needs the network", "needs /work/shared")
+
+
+class NoSilentSkips:
+    """Collects skips with a reason outside EXPECTED_SKIPS."""
+
+    def __init__(self) -> None:
+        self.unexpected: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._look_at(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self._look_at(report)
+
+    def _look_at(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+        if report.skipped and not hasattr(report, "wasxfail") and isinstance(report.longrepr, tuple):
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")
+            if not reason.startswith(EXPECTED_SKIPS):
+                self.unexpected.append(f"{report.nodeid}: {reason}")
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.unexpected and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.unexpected:
+            terminalreporter.section("skips that CI does not expect (tests/conftest.py)")
+            for line in self.unexpected:
+                terminalreporter.write_line(line)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if os.environ.get("CI"):
+        config.pluginmanager.register(NoSilentSkips(), "no-silent-skips")
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty current folder with two prompts in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Call me"}\n{"prompt": "The sea"}\n', encoding="utf-8")
+    yield tmp_path

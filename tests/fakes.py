@@ -1,0 +1,169 @@
+"""Shared by the tests of the engine: fake runners and tokenizers, small sequences, and ways to drive the parts."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Sequence as Seq
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from ember.attention.base import make_backend
+from ember.cache.block_manager import BlockManager
+from ember.cache.kv_pool import KVPool, KVShape
+from ember.core.batch import ScheduledSequence, SchedulerOutput
+from ember.core.engine import Engine
+from ember.core.model_runner import ModelRunner
+from ember.core.sampler import Sampler
+from ember.core.scheduler import Scheduler
+from ember.core.sequence import Sequence
+from ember.model.gpt2 import GPT2
+from ember.sampling_params import SamplingParams
+
+VOCAB = 101
+EOS = 100
+POLICIES = ("prefill_first", "mixed", "static")
+CPU = torch.device("cpu")
+
+torch.set_num_threads(1)  # on tensors this small threads only wait for each other; on shared cores 5 times as long
+
+
+def make_sequence(request_id, prompt_len=4, max_tokens=4, *, stop_ids=(), **params):
+    """A request with a prompt that no other id has; `stop_ids` are those besides its stop_token_ids."""
+    chosen = SamplingParams(max_tokens=max_tokens, **params)
+    prompt = [(7 * request_id + 3 * i) % EOS for i in range(prompt_len)]
+    stops = frozenset(stop_ids) | frozenset(chosen.stop_token_ids)
+    return Sequence(request_id, prompt, chosen, chosen.seed or request_id, max_tokens, stop_ids=stops)
+
+
+def next_token(context):
+    """What the fake network continues a context with: any changed, lost or swapped token changes it."""
+    return (sum((i + 1) * (token + 1) for i, token in enumerate(context)) + len(context)) % EOS
+
+
+def continuation(prompt, count):
+    """What the fake network makes of a prompt: the tokens that any engine, however it batches, must give."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeRunner:
+    """A network that reads its context out of the slots it wrote, as attention does, so a block mix-up shows.
+
+    The best token is `next_token` of the context; the others fall off from there on, cyclically.
+    """
+
+    def __init__(self, block_size):
+        self.block_size = block_size
+        self.slots = {}
+        self.steps = []
+
+    def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        self.steps.append([(s.sequence.request_id, s.start, s.num_new_tokens) for s in scheduled])
+        for s in scheduled:
+            for position in range(s.start, s.start + s.num_new_tokens):
+                self.slots[self._slot(s, position)] = s.sequence.token_ids[position]
+        rows = [self._logits(s) for s in scheduled if s.samples]
+        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+
+    def _slot(self, s, position):
+        return s.block_table[position // self.block_size], position % self.block_size
+
+    def _logits(self, s):
+        context = [self.slots[self._slot(s, p)] for p in range(s.start + s.num_new_tokens)]
+        return -((torch.arange(VOCAB) - next_token(context)) % VOCAB).float()
+
+
+def make_engine(
+    policy="prefill_first", *, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, runner=None
+):
+    """An engine over the fake runner."""
+    scheduler = Scheduler(
+        BlockManager(num_blocks, block_size),
+        policy=policy,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
+    return Engine(scheduler, runner or FakeRunner(block_size), Sampler())
+
+
+def run_engine(engine, on_token=None, max_steps=10_000):
+    """Step until nothing is left; every step's output."""
+    outs = []
+    while engine.num_unfinished:
+        assert len(outs) < max_steps, "the engine does not come to an end"
+        outs.append(engine.step(on_token))
+        engine.scheduler.blocks.check_integrity()
+    return outs
+
+
+def advance(plan: SchedulerOutput):
+    """Do to the sequences what an engine does after a step, without one; returns those that end."""
+    ended = []
+    for s in plan.scheduled:
+        sequence = s.sequence
+        sequence.num_computed_tokens = s.start + s.num_new_tokens
+        sequence.max_computed_tokens = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
+        if s.samples:
+            sequence.token_ids.append(1)
+            if sequence.num_output_tokens == sequence.max_tokens:
+                ended.append(sequence)
+    return ended
+
+
+class FakeTokenizer:
+    """Token ids that stand for given bytes; id -> the letter `a` + id where nothing is given."""
+
+    def __init__(self, pieces=None):
+        self.pieces = pieces or {}
+
+    def token_bytes(self, token_id):
+        return self.pieces.get(token_id, b"%c" % (97 + token_id % 26))
+
+
+class RecordingRunner:
+    """Passes everything on to a real runner, and keeps every row of logits by request and position."""
+
+    def __init__(self, runner):
+        self.runner = runner
+        self.logits = {}
+
+    def execute(self, scheduled):
+        logits = self.runner.execute(scheduled)
+        sampling = [s for s in scheduled if s.samples]
+        for s, row in zip(sampling, logits, strict=True):
+            self.logits[s.sequence.request_id, s.start + s.num_new_tokens - 1] = row.clone()
+        return logits
+
+
+def ember_logits(
+    config, weights, token_ids: Seq[int], chunks: Seq[int], *, block_size=4, attention="reference", dtype=torch.float32
+):
+    """Logits [len(chunks), V] of ember's network at the end of each chunk; the K/V lies in shuffled blocks."""
+    shape = KVShape(
+        n_layer=config.n_layer,
+        n_kv_head=config.n_kv_head,
+        head_dim=config.head_dim,
+        block_size=block_size,
+        dtype=dtype,
+    )
+    num_blocks = -(-len(token_ids) // block_size) + 2
+    table = array("i", torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist())
+    runner = ModelRunner(GPT2(config, weights), KVPool(shape, num_blocks, CPU), make_backend(attention), CPU)
+    sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
+    rows, start = [], 0
+    for count in chunks:
+        rows.append(runner.execute([ScheduledSequence(sequence, start, count, table, True)]))
+        start += count
+    assert start == len(token_ids)
+    return torch.cat(rows)
+
+
+@cache
+def golden():
+    """The recorded continuations of the embedded model, made by another implementation."""
+    return json.loads((Path(__file__).parent / "golden" / "golden-tiny.json").read_text())

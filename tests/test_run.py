@@ -1,0 +1,474 @@
+"""The command line from the outside: one line for a mistake, the right exit code, results in the right folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+import ember.run
+from ember.config import JobConfig
+from ember.entrypoints.cli import main as cli
+from ember.errors import UserError
+from ember.launch.outcome import Outcome, worst
+from ember.launch.places import MAX_NAME, folder_name, results_folder
+from ember.run import main
+
+FAST = ["data=prompts.jsonl", "sampling.max_tokens=2", "progress=false"]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def mistake(workplace: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], str]:
+    """Run words that hold a mistake; returns the text of the one line on stderr."""
+
+    def run(words: Sequence[str]) -> str:
+        code = main(words)
+        said = capsys.readouterr()
+        assert code == 2, said
+        assert said.err.startswith("error: ")
+        assert said.err.endswith("\n")
+        assert said.err.count("\n") == 1
+        return said.err.removeprefix("error: ").rstrip("\n")
+
+    return run
+
+
+def stub_job(monkeypatch: pytest.MonkeyPatch, end: Callable[[JobConfig], float]) -> list[JobConfig]:
+    """Replace run_job; `end` raises or returns the exit code. Returns the list of the jobs that ran."""
+    import ember.job
+
+    seen: list[JobConfig] = []
+
+    def run_job(config: JobConfig) -> SimpleNamespace:
+        seen.append(config)
+        return SimpleNamespace(exit_code=end(config), tokens_per_s=12.5)
+
+    monkeypatch.setattr(ember.job, "run_job", run_job)
+    return seen
+
+
+def completions(folder: Path) -> list[str]:
+    return pq.read_table(folder / "completions", columns=["prompt"])["prompt"].to_pylist()
+
+
+LINES = {
+    "block_size=16": "data must be given: data=prompts.jsonl (a file, a folder, a glob or a list of them)",
+    "block_sise=16": "block_sise=16: no such setting; did you mean block_size?",
+    "+block_sise=16": "block_sise=16: no such setting; did you mean block_size?",
+    "++block_sise=16": "block_sise=16: no such setting; did you mean block_size?",
+    "sampling.top_pp=1": "sampling.top_pp=1: no such setting; did you mean sampling.top_p?",
+    "+sampling.top_pp=1": "sampling.top_pp=1: no such setting; did you mean sampling.top_p?",
+    "temperature=1": "temperature=1: no such setting; did you mean sampling.temperature?",
+    "model.nam=gpt2": "model.nam=gpt2: no such setting; did you mean model.name?",
+    "model.zzz=1": "model.zzz=1: no such setting; there are: model.name, model.path",
+    "+seed=1": "+seed: the setting exists; write it without the +",
+    "block_size.x=3": "block_size.x=3: block_size has no settings below it; it must be a whole number",
+    "block_size=abc": "block_size=abc: must be a whole number",
+    "block_size=1.5": "block_size=1.5: must be a whole number",
+    "block_size=null": "block_size=null: must be a whole number",
+    "block_size=0": "block_size=0: must be a whole number >= 1",
+    "limit=abc": "limit=abc: must be a whole number, or null",
+    "progress=perhaps": "progress=perhaps: must be true or false",
+    "pool_size=0": "pool_size=0: must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto",
+    "scheduler=foo": "scheduler=foo: must be one of prefill_first, mixed, static",
+    "scheduler=[a]": "scheduler=[a]: must be text",
+    "sampling.top_p=1.5": "sampling.top_p=1.5: must be in (0, 1]",
+    "sampling.top_k=0.01": "sampling.top_k=0.01: must be a whole number",
+    "sampling.temperature=nan": "sampling.temperature=nan: must be a number >= 0",
+    "sampling.temperature=hot": "sampling.temperature=hot: must be a number",
+    "sampling.seed=3": "sampling.seed=3: set the job's `seed` instead (or a seed a row)",
+    "sampling=nope": "sampling=nope: no such choice (there are: balanced, creative, greedy, precise)",
+    "sampling=0.5": "sampling=0.5: must be the name of a choice, not a float",
+    "model=org/repo": "model=org/repo: no such choice (there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, scribe, tiny); "
+    "a folder or Hub repo is model.path=org/repo",
+    "foo": "foo: a setting is written key=value",
+    "--foo": "unrecognized arguments: --foo (see --help)",
+    "data=a,b.jsonl": "data=a,b.jsonl: a comma makes a sweep, which needs -m; as one text: data='\"a,b.jsonl\"'; "
+    "as a list: data=[a,b.jsonl]",
+    "data=glob(*)": "data=glob(*): makes a sweep, which needs -m; for a text, as a file pattern: data='\"*.jsonl\"'",
+    "output=${nope}": "output: Interpolation key 'nope' not found",
+}
+
+
+@pytest.mark.parametrize(("word", "line"), LINES.items(), ids=LINES)
+def test_a_mistake_is_one_exact_line(word: str, line: str, mistake: Callable[[Sequence[str]], str]) -> None:
+    """Hydra prints several lines, advises a + and hides the value; ember names key, value and remedy."""
+    words = [word] if word.startswith("data=") or word == "block_size=16" else ["data=prompts.jsonl", word]
+    assert mistake(words) == line
+
+
+@pytest.mark.parametrize("value", ["a=b", "a[1].jsonl", "a(1).jsonl", "a#b.jsonl", "数据.jsonl", "a{b}.jsonl", "~/x"])
+def test_a_value_that_hydra_cannot_read_comes_back_quoted(value: str, mistake: Callable[[Sequence[str]], str]) -> None:
+    line = mistake([f"data={value}"])
+    assert line.startswith(f"data={value}: cannot be read as it stands;")
+    assert line.endswith(f": data='\"{value}\"'")
+
+
+def test_a_mistake_leaves_no_folder(workplace: Path, mistake: Callable[[Sequence[str]], str]) -> None:
+    mistake(["data=prompts.jsonl", "block_size=0"])
+    assert not (workplace / "outputs").exists()
+
+
+def test_an_unknown_job_lists_the_shipped_and_own_ones(
+    workplace: Path, mistake: Callable[[Sequence[str]], str]
+) -> None:
+    own_job("own", "")
+    own_job("other", "", workplace / "elsewhere")
+    assert mistake(["-cd", "elsewhere", "-cn", "nope"]) == (
+        "no job named nope (there are: cache_sweep, continuous_vs_static, dataset, other, own, quickstart; "
+        "other folders: -cd FOLDER -cn NAME)"
+    )
+    assert mistake(["-cd", "nowhere", "-cn", "nope"]) == (
+        f"Additional config directory '{workplace}/nowhere' not found"
+    )
+
+
+def own_job(name: str, text: str, folder: Path = Path("jobs")) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
+
+
+BASE = "defaults: [config, _self_]\ndata: prompts.jsonl\n"
+FILES = {
+    f"{BASE}blok_size: 1": "own.yaml: blok_size: no such setting; did you mean block_size?",
+    f"{BASE}block_size: abc": "own.yaml: block_size=abc: must be a whole number",
+    f"{BASE}sampling: {{seed: 3}}": "sampling.seed=3: set the job's `seed` instead (or a seed a row)",
+    "data: prompts.jsonl": "the job file does not build on ember's settings: begin it with `defaults: [config, _self_]`",
+    "defaults: [confg]": "own.yaml: no config confg to build on",
+    "defaults: [config, override sampling: nope]": "sampling=nope: no such choice "
+    "(there are: balanced, creative, greedy, precise)",
+    "- a": "primary config 'own' must be a DictConfig, got ListConfig",
+}
+
+
+@pytest.mark.parametrize(("text", "line"), FILES.items(), ids=FILES.values())
+def test_a_mistake_in_a_job_file_is_one_line(text: str, line: str, mistake: Callable[[Sequence[str]], str]) -> None:
+    own_job("own", text)
+    assert mistake(["-cn", "own"]) == line
+
+
+def test_yaml_that_is_none_names_file_and_line(mistake: Callable[[Sequence[str]], str], workplace: Path) -> None:
+    own_job("own", "defaults: [config\nfoo: 1\n")
+    assert (
+        mistake(["-cn", "own"])
+        == f"in \"{workplace}/jobs/own.yaml\", line 2, column 4: expected ',' or ']', but got ':'"
+    )
+
+
+def test_a_preset_never_loses_unseen_to_a_job_files_path(mistake: Callable[[Sequence[str]], str]) -> None:
+    """`model=tiny` on top of a job with a model.path ran the other model."""
+    own_job("own", f"{BASE}model: {{path: /some/model}}")
+    line = "model=tiny: the job file's model.path=/some/model would win; add model.path=null"
+    assert mistake(["-cn", "own", "model=tiny"]) == line
+
+
+def test_a_sweep_with_no_jobs_is_a_mistake(mistake: Callable[[Sequence[str]], str]) -> None:
+    """Hydra launches zero jobs and exits with 0."""
+    assert mistake(["-m", "data=glob(*)"]) == (
+        "data=glob(*): the sweep has no jobs, no choice of a group matches; for files write data='\"*.jsonl\"'"
+    )
+
+
+def test_a_sweep_over_a_wrong_type_starts_nothing(workplace: Path, mistake: Callable[[Sequence[str]], str]) -> None:
+    assert mistake(["-m", "data=prompts.jsonl", "block_size=8,abc"]) == "block_size=abc: must be a whole number"
+
+
+def test_an_error_of_the_job_itself_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Sequence[str]], str]
+) -> None:
+    def end(config: JobConfig) -> int:
+        raise UserError("the pool is too small\nby far")
+
+    stub_job(monkeypatch, end)
+    assert mistake(FAST) == "the pool is too small\\nby far"
+
+
+def test_a_bug_shows_its_traceback(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub_job(monkeypatch, lambda config: 1 // 0)
+    assert main(FAST) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.rstrip().endswith("ZeroDivisionError: integer division or modulo by zero")
+    assert "HYDRA_FULL_ERROR" not in said
+
+
+@pytest.mark.parametrize("code", [0, 3, 130, 143])
+def test_a_single_run_exits_as_its_job(code: int, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_job(monkeypatch, lambda config: code)
+    assert main(FAST) == code
+
+
+def test_a_job_that_calls_exit_does_not_end_the_sweep(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """sys.exit in a job passes through Hydra and would stop every job after it."""
+
+    def end(config: JobConfig) -> int:
+        return sys.exit(2) if config.block_size == 8 else 0
+
+    seen = stub_job(monkeypatch, end)
+    assert main(["-m", *FAST, "block_size=4,8,16"]) == 2
+    assert [config.block_size for config in seen] == [4, 8, 16]
+
+
+@pytest.mark.parametrize("code", [130, 143])
+def test_nothing_starts_after_an_interrupted_job(
+    code: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = stub_job(monkeypatch, lambda config: code if config.block_size == 8 else 3)
+    assert main(["-m", *FAST, "block_size=4,8,16"]) == code
+    assert [config.block_size for config in seen] == [4, 8]
+    assert "not started" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_keyboard_interrupt_ends_with_130(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def end(config: JobConfig) -> int:
+        raise KeyboardInterrupt
+
+    stub_job(monkeypatch, end)
+    assert main(FAST) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_an_earlier_sweep_in_the_same_folder_does_not_count(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["-m", *FAST, "hydra.sweep.dir=again"]
+    stub_job(monkeypatch, lambda config: 130)
+    assert main([*words, "block_size=4,8,16"]) == 130
+    stub_job(monkeypatch, lambda config: 0)
+    assert main([*words, "block_size=4,8"]) == 0
+
+
+def test_a_failing_job_leaves_the_rest_of_a_sweep(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The middle job's pool can't hold a sequence; the third still runs, and the sweep's code is the worst."""
+    assert main(["-m", *FAST, "pool_size=1024tok,16tok,2048tok", "output=sweep"]) == 2
+    said = capsys.readouterr()
+    assert [line for line in said.out.splitlines() if line.startswith("job ")] == [
+        "job 0: pool_size=1024tok",
+        "job 1: pool_size=16tok",
+        "job 2: pool_size=2048tok",
+    ]
+    ends = [line.split()[1:3] for line in said.out.splitlines()[-3:]]
+    assert ends == [["0", "ok"], ["2", "mistake"], ["0", "ok"]]
+    assert said.err.startswith("error: ")
+    assert said.err.count("\n") == 1
+    assert len(completions(workplace / "sweep" / "pool_size=2048tok")) == 2
+
+
+def test_error_rows_end_with_3(workplace: Path) -> None:
+    (workplace / "prompts.jsonl").write_text('{"prompt": "Call me"}\n{"prompt": 5}\n', encoding="utf-8")
+    assert main([*FAST, "output=out"]) == 3
+    assert main(["-m", *FAST, "block_size=8,16", "output=sweep"]) == 3
+
+
+def test_the_worst_exit_code_wins() -> None:
+    """An unfinished sweep says so first; then a bug, a mistake, error rows."""
+    assert worst([0, 3, 1, 2, 130, 143]) == 143
+    assert worst([0, 3, 1, 2, 130]) == 130
+    assert worst([0, 3, 1, 2]) == 1
+    assert worst([0, 3, 2]) == 2
+    assert worst([0, 3]) == 3
+    assert worst([0, 0]) == 0
+    assert worst([0, 7]) == 1
+    assert worst([]) == 0
+
+
+def test_a_job_that_died_counts_as_failed(tmp_path: Path) -> None:
+    assert Outcome.read(tmp_path).exit_code == 1
+    Outcome(exit_code=3, overrides=["a=1"]).write(tmp_path)
+    assert Outcome.read(tmp_path).exit_code == 3
+
+
+def test_the_job_gets_plain_settings_and_hydras_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["data=[prompts.jsonl,more.jsonl]", "pool_size=512", "sampling.max_tokens=null"]) == 0
+    config = seen[0]
+    assert type(config) is JobConfig
+    assert type(config.data) is list
+    assert config.data == ["prompts.jsonl", "more.jsonl"]
+    assert config.pool_size == "512"
+    assert config.sampling.max_tokens is None
+    (folder,) = (workplace / "outputs" / "config").iterdir()
+    assert config.output == str(folder)
+    assert (folder / ".hydra" / "config.yaml").exists()
+    assert (folder / "ember.log").exists()
+
+
+def test_free_mappings_are_open(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra closes every mapping: a column for a setting needed a +."""
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main([*FAST, "sampling_columns.top_p=p"]) == 0
+    assert main([*FAST, "sampling_columns={top_p: p}"]) == 0
+    assert [config.sampling_columns for config in seen] == [{"top_p": "p"}] * 2
+
+
+def test_stop_strings_are_unescaped_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main([*FAST, r"sampling.stop='\n'"]) == 0
+    assert main([*FAST, r'sampling.stop=["\n\n","a,b"]']) == 0
+    assert [config.sampling.stop for config in seen] == [["\n"], ["\n\n", "a,b"]]
+
+
+def test_home_is_expanded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell leaves ~ alone inside quotes; a folder named ~ is never meant."""
+    monkeypatch.setenv("HOME", "/home/me")
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(['data="~/a.jsonl"', 'output="~/out"', 'model.path="~/m"']) == 0
+    assert (seen[0].data, seen[0].output, seen[0].model.path) == (["/home/me/a.jsonl"], "/home/me/out", "/home/me/m")
+
+
+@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "a[1]", "50%", "#1", "数据", "a'b", "(x) {y} ~: z"])
+def test_any_file_name_works_in_quotes(name: str, workplace: Path) -> None:
+    """The documented way, data='"..."', which the error line repeats."""
+    (workplace / "prompts.jsonl").rename(f"{name}.jsonl")
+    assert main([f'data="{name}.jsonl"', *FAST[1:], f'output="out {name}"']) == 0
+    assert completions(workplace / f"out {name}") == ["Call me", "The sea"]
+
+
+def test_relative_paths_start_where_the_command_was_typed(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (workplace / "below").mkdir()
+    monkeypatch.chdir(workplace / "below")
+    assert main(["data=../prompts.jsonl", *FAST[1:], "output=../out"]) == 0
+    assert completions(workplace / "out") == ["Call me", "The sea"]
+
+
+def test_a_sweeps_results_are_named_by_what_varies(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["-m", *FAST, "output=root", "block_size=8,16", "pool_size=1024tok", "seed=1,2", "model=tiny"]) == 0
+    assert [config.output for config in seen] == [f"root/block_size={b},seed={s}" for b in (8, 16) for s in (1, 2)]
+
+
+def test_parameters_of_a_job_file_vary_unless_overridden(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_job("own", f"{BASE}hydra: {{mode: MULTIRUN, sweeper: {{params: {{block_size: '8,16', seed: '1,2'}}}}}}")
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["-cn", "own", "output=root", "seed=5"]) == 0
+    assert [config.output for config in seen] == ["root/block_size=8", "root/block_size=16"]
+    assert [config.seed for config in seen] == [5, 5]
+
+
+def test_a_sweep_over_outputs_uses_them_as_they_are(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["-m", *FAST, "output=a,b"]) == 0
+    assert [config.output for config in seen] == ["a", "b"]
+
+
+def test_folder_names_are_safe_and_differ() -> None:
+    assert folder_name(["block_size=16", "pool_size=1024tok"]) == "block_size=16,pool_size=1024tok"
+    assert folder_name(["shard=0/4", "output=x"]) == ""
+    slashes, underscores = folder_name(["data=a/b"]), folder_name(["data=a_b"])
+    assert underscores == "data=a_b"
+    assert slashes.startswith("data=a_b-")
+    long = {folder_name([f"template={'x' * 300}{i}", "seed=1"]) for i in range(3)}
+    assert len(long) == 3
+    assert all(len(name.encode()) <= MAX_NAME for name in [*long, folder_name(["template=" + "语" * 200])])
+
+
+def test_results_folder_joins_urls_as_text() -> None:
+    """A Path would make s3:/bucket of it."""
+    assert results_folder("s3://bucket/x/", "/h", "seed=1") == "s3://bucket/x/seed=1"
+    assert results_folder("out", "/h", "") == "out"
+    assert results_folder(None, "/h", "seed=1") == "/h"
+
+
+def test_own_job_files_go_before_shipped_ones(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed copy of a shipped job, under its name, must be the one that runs."""
+    seen = stub_job(monkeypatch, lambda config: 0)
+    own_job("quickstart", f"{BASE}seed: 1")
+    assert main(["-cn", "quickstart"]) == 0
+    own_job("quickstart", f"{BASE}seed: 2", workplace / "elsewhere")
+    assert main(["-cd", "elsewhere", "-cn", "quickstart"]) == 0
+    assert [config.seed for config in seen] == [1, 2]
+
+
+def test_flags_and_overrides_mix(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hydra's parser rejects overrides after a flag that follows others."""
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["data=prompts.jsonl", "-m", "seed=1,2"]) == 0
+    assert len(seen) == 2
+
+
+def test_the_task_returns_tokens_per_second(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweepers that optimise read it; summed up here through the outcome that carries it."""
+    stub_job(monkeypatch, lambda config: 0)
+    assert main([*FAST, "hydra.run.dir=here"]) == 0
+    assert json.loads((workplace / "here" / ".ember_exit.json").read_text())["tokens_per_s"] == 12.5
+
+
+def test_the_task_pickles_by_name() -> None:
+    """Launchers pickle it; under `python -m` it must not belong to __main__."""
+    assert ember.run.task.__module__ == "ember.run"
+    assert importlib.util.find_spec("ember.run") is not None
+
+
+def ember_command(*words: str, folder: Path, code: str = "") -> subprocess.CompletedProcess[str]:
+    program = ["-c", code] if code else ["-m", "ember.run"]
+    return subprocess.run(
+        [sys.executable, *program, *words],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_python_m_runs_a_job(workplace: Path) -> None:
+    done = ember_command(*FAST, "block_size=16", "output=out", folder=workplace)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert completions(workplace / "out") == ["Call me", "The sea"]
+    assert yaml.safe_load((workplace / "out" / "config.yaml").read_text())["block_size"] == 16
+
+
+def test_python_m_reports_a_mistake(workplace: Path) -> None:
+    done = ember_command("data=a,b.jsonl", folder=workplace)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {LINES['data=a,b.jsonl']}\n"
+
+
+def test_help_and_mistakes_load_no_torch(workplace: Path) -> None:
+    code = """
+import sys
+from ember.run import main
+assert main(["--help"]) == 0
+assert main(["data=x", "block_size=0"]) == 2
+assert main(["--cfg", "job"]) == 0
+sys.exit("torch" in sys.modules)
+"""
+    done = ember_command(folder=workplace, code=code)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["run", "--help"]])
+def test_help_is_ours_and_short(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli(words) == 0
+    said = capsys.readouterr().out
+    assert "ember -cn quickstart" in said
+    assert 10 < said.count("\n") < 45
+
+
+def test_verbs(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert cli(["run", *FAST]) == 0
+    assert cli(FAST) == 0
+    assert cli(["-m", *FAST, "seed=1,2"]) == 0
+    assert len(seen) == 4
+    capsys.readouterr()
+    assert cli(["version"]) == 0
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ember {ember.__version__}\n" * 2
+    assert cli(["prompts.jsonl"]) == 2
+    assert capsys.readouterr().err == (
+        "error: prompts.jsonl: no such verb (there are: run, version); settings are written key=value, "
+        "as in data=prompts.jsonl\n"
+    )
