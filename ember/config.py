@@ -11,6 +11,7 @@ from ember.sampling_params import SamplingParams
 
 ATTENTION_BACKENDS = ("auto", "batched", "reference")
 POLICIES = ("prefill_first", "mixed", "static")
+ON_ERROR = ("row", "stop")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 _POOL_SIZE = re.compile(r"^(\d+)(tok|KiB|MiB|GiB|TiB)?$")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -106,6 +107,13 @@ class JobConfig(EngineConfig):
     sampling_columns: dict[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
     limit: int | None = None
+    shard: int | None = None
+    num_shards: int = 1
+    force: bool = False
+    verify: bool = False
+    retry_errors: bool = False
+    on_error: str = "row"
+    max_errors: int | None = None
     dry_run: bool = False
     progress: bool = True
     commit_every: int = 256
@@ -122,6 +130,10 @@ class JobConfig(EngineConfig):
         self.sampling.stop = [unescape(s) for s in self.sampling.stop]
         if self.limit is not None:
             _at_least("limit", self.limit, 0)
+        _check_shard(self.shard, self.num_shards)
+        _one_of("on_error", self.on_error, ON_ERROR)
+        if self.max_errors is not None:
+            _at_least("max_errors", self.max_errors, 0)
         _at_least("commit_every", self.commit_every, 1)
         _positive("commit_every_s", self.commit_every_s)
         if not 0 <= self.grace_s < float("inf"):
@@ -148,6 +160,14 @@ def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 def _at_least(key: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(key, value, f"must be a whole number >= {low}")
+
+
+def _check_shard(shard: int | None, num_shards: int) -> None:
+    _at_least("num_shards", num_shards, 1)
+    if shard is None and num_shards > 1:
+        raise ConfigError("num_shards", num_shards, "needs shard=0 .. num_shards-1 too (-m 'shard=range(8)' runs all)")
+    if shard is not None and not 0 <= shard < num_shards:
+        raise ConfigError("shard", shard, f"must be a whole number in 0 .. num_shards-1 = {num_shards - 1}")
 
 
 def _positive(key: str, value: float) -> None:

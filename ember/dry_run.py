@@ -17,14 +17,12 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
     network, blocks = plan.network, plan.num_blocks
     num_rows = reader.num_rows if config.limit is None else min(config.limit, reader.num_rows)
     size = blocks * plan.kv_shape.bytes_per_block
+    tokens = f"{blocks:,} blocks of {config.block_size} tokens = {blocks * config.block_size:,} tokens, {size:,} bytes"
     print(f"model   {plan.folder.name}: {network.n_layer} layers, {network.n_head} heads, width {network.n_embd}")
     print(f"        {plan.folder.path}")
-    print(
-        f"runs    on {plan.device} in {plan.dtype_name}, attention {plan.attention}, max_model_len {plan.max_model_len}, scheduler {config.scheduler}"
-    )
-    print(
-        f"pool    {blocks:,} blocks of {config.block_size} tokens = {blocks * config.block_size:,} tokens, {size:,} bytes"
-    )
+    print(f"runs    on {plan.device} in {plan.dtype_name}, attention {plan.attention}, scheduler {config.scheduler}")
+    print(f"        max_model_len {plan.max_model_len}, max_num_seqs {config.max_num_seqs}")
+    print(f"pool    {tokens}")
     print(f"data    {num_rows:,} rows in {len(reader.files)} file(s): {', '.join(reader.files[:3])}")
     print(f"columns passed through: {', '.join(reader.schema.names) or 'none'}")
     print(f"output  {config.output}")

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+"""Before torch loads: threads that spin beside other processes make a test up to 100 times slower on two cores."""
+
 EXPECTED_SKIPS = ("needs a GPU", "needs CUDA", "needs the network", "needs /work/shared")
 
 

@@ -290,7 +290,7 @@ def test_an_exception_in_the_middle_leaves_the_llm_usable(llm, monkeypatch):
 
 def test_a_mistake_while_adding_leaves_the_llm_usable(llm):
     """Something that is no SamplingParams among the parameters: an exception, and nothing left in line."""
-    with pytest.raises(AttributeError):
+    with pytest.raises(UserError, match="sampling_params"):
         llm.generate([PROMPT] * 2, [greedy(), {"max_tokens": 3}])
     assert one(llm).token_ids == GREEDY[:8]
 

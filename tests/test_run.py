@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import ember.run
 from ember.config import JobConfig
 from ember.entrypoints.cli import main as cli
 from ember.errors import UserError
+from ember.launch.keys import NO_BASE
 from ember.launch.outcome import Outcome, worst
 from ember.launch.places import MAX_NAME, folder_name, results_folder
 from ember.run import main
@@ -88,8 +90,8 @@ LINES = {
     "sampling.seed=3": "sampling.seed=3: set the job's `seed` instead (or a seed a row)",
     "sampling=nope": "sampling=nope: no such choice (there are: balanced, creative, greedy, precise)",
     "sampling=0.5": "sampling=0.5: must be the name of a choice, not a float",
-    "model=org/repo": "model=org/repo: no such choice (there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, scribe, tiny); "
-    "a folder or Hub repo is model.path=org/repo",
+    "model=org/repo": "model=org/repo: no such choice "
+    "(there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, scribe, tiny); a folder or Hub repo is model.path=org/repo",
     "foo": "foo: a setting is written key=value",
     "--foo": "unrecognized arguments: --foo (see --help)",
     "data=a,b.jsonl": "data=a,b.jsonl: a comma makes a sweep, which needs -m; as one text: data='\"a,b.jsonl\"'; "
@@ -142,7 +144,7 @@ FILES = {
     f"{BASE}blok_size: 1": "own.yaml: blok_size: no such setting; did you mean block_size?",
     f"{BASE}block_size: abc": "own.yaml: block_size=abc: must be a whole number",
     f"{BASE}sampling: {{seed: 3}}": "sampling.seed=3: set the job's `seed` instead (or a seed a row)",
-    "data: prompts.jsonl": "the job file does not build on ember's settings: begin it with `defaults: [config, _self_]`",
+    "data: prompts.jsonl": NO_BASE,
     "defaults: [confg]": "own.yaml: no config confg to build on",
     "defaults: [config, override sampling: nope]": "sampling=nope: no such choice "
     "(there are: balanced, creative, greedy, precise)",
@@ -415,7 +417,7 @@ def ember_command(*words: str, folder: Path, code: str = "") -> subprocess.Compl
     return subprocess.run(
         [sys.executable, *program, *words],
         cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "HOME": str(folder)},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=120,

@@ -5,7 +5,8 @@ The engine knows token ids only. Text, stop strings and files are for those abov
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -16,9 +17,13 @@ from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.core.stats import StepStats
+from ember.errors import RequestError
 
 OnToken = Callable[[int, int], str | None]
 """Told of (request_id, token_id); a string it returns is the stop string that ends the request."""
+
+Drawn = list[int | RequestError]
+Failures = dict[Sequence, RequestError]
 
 
 class Runner(Protocol):
@@ -72,29 +77,62 @@ class Engine:
         scheduled = perf_counter()
         for sequence in plan.admitted:
             sequence.admitted_s = scheduled if sequence.admitted_s is None else sequence.admitted_s
-        logits = self.runner.execute(plan.scheduled)
+        logits, failed = self._compute(plan.scheduled)
         computed = perf_counter()
-        sampling = [s.sequence for s in plan.scheduled if s.samples]
-        tokens = self.sampler.sample(logits, sampling)
+        sampling = [s.sequence for s in plan.scheduled if s.samples and s.sequence not in failed]
+        tokens = self._sample(logits, sampling)
         sampled = perf_counter()
         stats = self._stats(plan)
         _advance(plan.scheduled)
-        out = self._collect(sampling, tokens, stats, on_token)
+        drawn = [*failed.items(), *zip(sampling, tokens, strict=True)]
+        out = self._collect(drawn, stats, on_token)
         stats.start_s, stats.duration_s = begin - self._born_s, perf_counter() - begin
         stats.schedule_s, stats.model_s, stats.sample_s = scheduled - begin, computed - scheduled, sampled - computed
         return out
 
+    def _compute(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, Failures]:
+        """Logits of those that sample. A step that runs out of memory is done in halves; what fails alone is named."""
+        try:
+            return self.runner.execute(scheduled), {}
+        except (MemoryError, RuntimeError) as error:
+            if not _out_of_memory(error):
+                raise
+            if len(scheduled) == 1:
+                reason = RequestError("out_of_memory", f"not enough memory for {scheduled[0].num_new_tokens} tokens")
+                return torch.empty(0), {scheduled[0].sequence: reason}
+        middle = len(scheduled) // 2
+        first, second = self._compute(scheduled[:middle]), self._compute(scheduled[middle:])
+        halves = [logits for logits, _ in (first, second) if len(logits)]
+        return torch.cat(halves) if halves else torch.empty(0), first[1] | second[1]
+
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
+        """One token or error a sequence. If sampling the batch fails, each row is tried alone, to lose only its own."""
+        try:
+            return self.sampler.sample(logits, sequences)
+        except Exception:
+            logging.getLogger(__name__).warning("sampling a batch failed; trying row by row", exc_info=True)
+        return [self._sample_alone(logits[i : i + 1], s) for i, s in enumerate(sequences)]
+
+    def _sample_alone(self, logits: torch.Tensor, sequence: Sequence) -> int | RequestError:
+        try:
+            return self.sampler.sample(logits, [sequence])[0]
+        except Exception as error:
+            return RequestError("sampling_failed", f"{type(error).__name__}: {error}")
+
     def _collect(
-        self, sampling: list[Sequence], tokens: Iterable[int], stats: StepStats, on_token: OnToken | None
+        self, drawn: list[tuple[Sequence, int | RequestError]], stats: StepStats, on_token: OnToken | None
     ) -> StepOutput:
         """Append the tokens and finish what has ended."""
         out = StepOutput([], [], stats)
         now = perf_counter()
-        for sequence, token in zip(sampling, tokens, strict=True):
-            sequence.token_ids.append(token)
-            sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
-            _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
-            out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
+        for sequence, token in drawn:
+            if isinstance(token, RequestError):
+                sequence.finish_reason, sequence.error = FinishReason.ERROR, token
+            else:
+                sequence.token_ids.append(token)
+                sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
+                _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
+                out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
             if sequence.finish_reason is not None:
                 sequence.finished_s = now
                 self.abort(sequence.request_id)
@@ -122,6 +160,10 @@ class Engine:
             _count(scheduled, stats)
         self._num_steps += 1
         return stats
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
 def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:

@@ -12,24 +12,33 @@ import torch
 
 from ember.core.random_stream import uniform
 from ember.core.sequence import Sequence
+from ember.errors import RequestError
 
 TOP_P_CANDIDATES = 256
 """Likeliest tokens that are sorted first to find where top-p cuts; the rest only where they don't reach it."""
+
+MAX_TEMPERATURE = 1e30
+"""Anything above is as good as uniform, and still a float32."""
 
 
 class Sampler:
     """Draws one token a sequence."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-        """Next token of each sequence from logits [R, vocab_size]."""
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+        """Next token of each sequence from logits [R, vocab_size]; an error where a row's logits are not finite."""
         if not sequences:
             return []
         if logits.device.type == "mps":  # no float64 there
             logits = logits.cpu()
         _mask_stop_ids(logits, sequences)
-        tokens: list[int] = logits.argmax(dim=-1).tolist()
-        rows = [i for i, s in enumerate(sequences) if not s.params.greedy]
+        best = logits.max(dim=-1)
+        finite = best.values.isfinite().tolist()
+        tokens: list[int | RequestError] = [
+            token if ok else RequestError("bad_logits", "the network's logits are not finite numbers")
+            for token, ok in zip(best.indices.tolist(), finite, strict=True)
+        ]
+        rows = [i for i, s in enumerate(sequences) if finite[i] and not s.params.greedy]
         if rows:
             drawn = _draw(logits[rows], [sequences[i] for i in rows])
             for i, token in zip(rows, drawn, strict=True):
@@ -46,7 +55,7 @@ def _mask_stop_ids(logits: torch.Tensor, sequences: list[Sequence]) -> None:
 
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     device = logits.device
-    temperature = torch.tensor([s.params.temperature for s in sequences], device=device)
+    temperature = torch.tensor([min(s.params.temperature, MAX_TEMPERATURE) for s in sequences], device=device)
     scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
     _keep_top_k(scores, [s.params.top_k for s in sequences])
     weights = scores.exp_()  # the likeliest token weighs 1

@@ -53,7 +53,7 @@ class Scheduler:
             self._run(self.running, out)
             self._admit(out)
             return out
-        self._run([s for s in self.running if s.num_uncomputed_tokens > 1], out)
+        self._run([s for s in self.running if s.prefilling], out)
         self._admit(out)
         if not out.scheduled:
             self._batch_open = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ember.errors import RequestError
 from ember.sampling_params import SamplingParams
 
 
@@ -45,6 +46,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: RequestError | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     stop_ids: frozenset[int] = frozenset()
@@ -70,6 +72,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Tokens whose K/V is not in the pool: 1 while decoding, more in a prefill or recompute."""
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether it has prompt tokens, or after a preemption its own output, to compute before it decodes."""
+        return self.num_computed_tokens < self.num_prompt_tokens or self.num_uncomputed_tokens > 1
 
     @property
     def output_token_ids(self) -> list[int]:

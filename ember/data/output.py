@@ -95,6 +95,8 @@ class OutputProcessor:
             token_ids=sequence.output_token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
+            error=None if sequence.error is None else str(sequence.error),
+            error_kind=None if sequence.error is None else sequence.error.kind,
             seed=sequence.seed,
             sample_index=sequence.sample_index,
             num_cached_tokens=sequence.num_cached_tokens,

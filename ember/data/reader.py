@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -19,7 +19,7 @@ from ember.data.columns import ColumnType, Converter, kept_type, output_names, t
 from ember.data.files import resolve_files
 from ember.data.prompt import checked_prompt, checked_text
 from ember.data.row_sampling import RowSampling
-from ember.data.sources import JsonlSource, ParquetSource, Record, open_source
+from ember.data.sources import JsonlSource, ParquetSource, Record, Source, Wants, open_source
 from ember.data.template import Template
 from ember.data.text import RowError, one_line, plain_text
 from ember.errors import ConfigError
@@ -88,15 +88,30 @@ class PromptReader:
         self._plan, self.schema = self._pass_through()
         self._no_values = dict.fromkeys(self.schema.names)
 
-    def rows(self) -> Iterator[PromptRow]:
-        """All rows from the start, at most `limit`, lazily; one file is open at a time.
+    def rows(self, wants: Wants | None = None) -> Iterator[PromptRow]:
+        """The rows in order, at most `limit`, lazily; one file is open at a time.
+
+        Args:
+            wants: which row numbers to read; all if None. What is not wanted is not even parsed.
 
         Raises:
             UserError: a file has changed, vanished or become unreadable since the reader was made. Never for a bad row.
         """
-        records = chain.from_iterable(source.records() for source in self._sources)
-        for row_index, record in enumerate(islice(records, self._config.limit)):
-            yield self._row(row_index, record)
+        limit = self._config.limit
+        end = self.num_rows if limit is None else min(limit, self.num_rows)
+        first = 0
+        for source in self._sources:
+            if first >= end:
+                return
+            yield from self._rows_of(source, first, end, wants)
+            first += source.num_rows
+
+    def _rows_of(self, source: Source, first: int, end: int, wants: Wants | None) -> Iterator[PromptRow]:
+        def wanted(index: int) -> bool:
+            return first + index < end and (wants is None or wants(first + index))
+
+        for index, record in islice(source.records(wanted), end - first):
+            yield self._row(first + index, record)
 
     def _row(self, row_index: int, record: Record) -> PromptRow:
         values = record.values

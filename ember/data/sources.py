@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import IO, Any
@@ -37,6 +37,10 @@ _FOREIGN = {
     b"\xff\xfe": "is UTF-16 text; convert it to UTF-8",
     b"\xfe\xff": "is UTF-16 text; convert it to UTF-8",
 }
+
+
+Wants = Callable[[int], bool]
+"""Whether the row of that number, counted within its file, is to be read."""
 
 
 @dataclass(slots=True)
@@ -76,15 +80,17 @@ class JsonlSource:
         """Its columns by first appearance."""
         return list(self.kinds)
 
-    def records(self) -> Iterator[Record]:
-        """One Record a line that is not blank."""
+    def records(self, wants: Wants) -> Iterator[tuple[int, Record]]:
+        """The rows that are wanted, by their number among the lines that are not blank; the others are not parsed."""
         _check_unchanged(self.path, self._state)
-        for number, line in self._lines():
+        for index, (number, line) in enumerate(self._lines()):
+            if not wants(index):
+                continue
             where = f"{self._shown}:{number}"
             try:
-                yield Record(where, _parse_line(line))
+                yield index, Record(where, _parse_line(line))
             except RowError as error:
-                yield Record(where, None, str(error))
+                yield index, Record(where, None, str(error))
 
     def _scan(self) -> None:
         kinds = self.kinds
@@ -150,16 +156,18 @@ class ParquetSource:
         except UserError:
             return kinds
 
-    def records(self) -> Iterator[Record]:
-        """One Record a row. Rows of a row group that can't be decoded become Records with a cause."""
+    def records(self, wants: Wants) -> Iterator[tuple[int, Record]]:
+        """The rows that are wanted, by number. Rows of a row group that can't be decoded are Records with a cause."""
         _check_unchanged(self.path, self._state)
         with self._open() as parquet:
             first = 0
             for group in range(parquet.num_row_groups):
-                yield from self._group(parquet, group, first)
-                first += parquet.metadata.row_group(group).num_rows
+                end = first + parquet.metadata.row_group(group).num_rows
+                if any(map(wants, range(first, end))):
+                    yield from ((n, record) for n, record in self._group(parquet, group, first) if wants(n))
+                first = end
 
-    def _group(self, parquet: pq.ParquetFile, group: int, row: int) -> Iterator[Record]:
+    def _group(self, parquet: pq.ParquetFile, group: int, row: int) -> Iterator[tuple[int, Record]]:
         meta = parquet.metadata.row_group(group)
         end = row + meta.num_rows
         size = max(1, min(_BATCH_ROWS, _BATCH_BYTES * meta.num_rows // max(1, meta.total_byte_size)))
@@ -173,15 +181,15 @@ class ParquetSource:
                 raise
             cause = f"the rest of this row group can't be read ({one_line(str(error))})"
         for lost in range(row, end):
-            yield Record(f"{self._shown} row {lost}", None, cause)
+            yield lost, Record(f"{self._shown} row {lost}", None, cause)
 
-    def _batch(self, batch: pa.RecordBatch, first: int) -> Iterator[Record]:
+    def _batch(self, batch: pa.RecordBatch, first: int) -> Iterator[tuple[int, Record]]:
         causes: dict[int, str] = {}
         names = batch.schema.names
         columns = [_python_values(batch.column(i), names[i], causes) for i in range(batch.num_columns)]
         for i, values in enumerate(zip(*columns, strict=True)):
             row = dict(zip(names, values, strict=True))
-            yield Record(f"{self._shown} row {first + i}", row, causes.get(i), typed=True)
+            yield first + i, Record(f"{self._shown} row {first + i}", row, causes.get(i), typed=True)
 
     def _int_kinds(self, name: str) -> int:
         kinds = 0

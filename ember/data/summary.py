@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from ember.core.stats import StepStats
 
 EXIT_CLEAN = 0
@@ -40,13 +43,13 @@ class JobSummary:
         status: finished, interrupted or failed.
         exit_code: what the process returns: 0 clean, 3 finished with error rows, 130/143 interrupted, 1 failed.
         num_rows_total: rows of the input, after `limit`.
-        num_rows_done: rows written, error rows too.
+        num_rows_done: rows written, error rows too; `num_rows_before` of them by earlier attempts.
         errors_by_kind: how many error rows of each kind (`bad_row`, `prompt_too_long`, ...).
         first_errors: the first few of each kind: `kind`, `row_index`, `id`, `error`.
-        num_prompt_tokens, num_output_tokens: of the rows written.
+        num_prompt_tokens, num_output_tokens: of all rows written; `num_output_tokens_new` of this attempt's rows.
         duration_s: wall time of the job after loading; `load_s` is the time before, `engine_s` the part of it spent
             in engine steps.
-        tokens_per_s: output tokens per second of `duration_s`.
+        tokens_per_s: output tokens of this attempt's rows per second of `duration_s`.
         peak_kv_utilization, mean_kv_utilization: live tokens per slot of the used blocks; the mean is over the steps
             that used any.
         num_recomputed_tokens: tokens computed a second time after a preemption.
@@ -58,12 +61,14 @@ class JobSummary:
     run_id: str
     num_rows_total: int = 0
     num_rows_done: int = 0
+    num_rows_before: int = 0
     num_errors: int = 0
     errors_by_kind: dict[str, int] = field(default_factory=dict)
     first_errors: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
+    num_output_tokens_new: int = 0
     num_steps: int = 0
     duration_s: float = 0.0
     engine_s: float = 0.0
@@ -91,6 +96,8 @@ class SummaryBuilder:
 
     def __init__(self) -> None:
         self._rows = 0
+        self._rows_before = 0
+        self._output_tokens_before = 0
         self._prompt_tokens = 0
         self._output_tokens = 0
         self._finish_reasons: Counter[str] = Counter()
@@ -122,7 +129,6 @@ class SummaryBuilder:
         *,
         finish_reason: str | None,
         error: str | None = None,
-        error_kind: str | None = None,
         num_prompt_tokens: int = 0,
         num_output_tokens: int = 0,
         row_index: int,
@@ -132,8 +138,7 @@ class SummaryBuilder:
 
         Args:
             finish_reason: stop, length or error.
-            error: why the row could not run; None for a good row.
-            error_kind: a short stable key (`bad_row`); `other` if an error comes without one.
+            error: why the row could not run, beginning with its kind (`bad_row: ...`); None for a good row.
         """
         self._rows += 1
         self._prompt_tokens += num_prompt_tokens
@@ -141,7 +146,21 @@ class SummaryBuilder:
         if finish_reason is not None:
             self._finish_reasons[str(finish_reason)] += 1
         if error is not None:
-            self._add_error(error_kind or "other", error, row_index, id)
+            self._add_error(error_kind(error), error, row_index, id)
+
+    def add_committed(self, keys: pa.Table) -> None:
+        """Count the rows of an earlier attempt's part, given its key columns (see `ember.data.done`)."""
+        self._rows += len(keys)
+        self._rows_before += len(keys)
+        self._prompt_tokens += pc.sum(keys["num_prompt_tokens"]).as_py() or 0
+        tokens = pc.sum(keys["num_output_tokens"]).as_py() or 0
+        self._output_tokens += tokens
+        self._output_tokens_before += tokens
+        for item in pc.value_counts(keys["finish_reason"]).to_pylist():
+            self._finish_reasons[item["values"]] += item["counts"]
+        failed = keys.filter(pc.equal(keys["finish_reason"], "error"))
+        for row in failed.select(["row_index", "id", "error"]).to_pylist():
+            self._add_error(error_kind(row["error"]), row["error"], row["row_index"], row["id"])
 
     def add_step(self, stats: StepStats) -> None:
         """Count one engine step."""
@@ -177,23 +196,26 @@ class SummaryBuilder:
             duration_s: wall time since loading ended.
         """
         num_errors = self._errors.total()
+        tokens = self._output_tokens - self._output_tokens_before
         return JobSummary(
             status=JobStatus(status).value,
             exit_code=exit_code(status, num_errors, signum),
             run_id=run_id,
             num_rows_total=num_rows_total,
             num_rows_done=self._rows,
+            num_rows_before=self._rows_before,
             num_errors=num_errors,
             errors_by_kind=dict(self._errors.most_common()),
             first_errors=list(self._first_errors),
             finish_reasons=dict(self._finish_reasons.most_common()),
             num_prompt_tokens=self._prompt_tokens,
             num_output_tokens=self._output_tokens,
+            num_output_tokens_new=tokens,
             num_steps=self._steps,
             duration_s=duration_s,
             engine_s=self._engine_s,
             load_s=load_s,
-            tokens_per_s=self._output_tokens / duration_s if duration_s > 0 else 0.0,
+            tokens_per_s=tokens / duration_s if duration_s > 0 else 0.0,
             peak_kv_utilization=self._peak_utilization,
             mean_kv_utilization=self._utilization_sum / max(1, self._steps_with_blocks),
             peak_blocks_used=self._peak_blocks,
@@ -208,8 +230,13 @@ class SummaryBuilder:
     def _add_error(self, kind: str, error: str, row_index: int, id: str | None) -> None:
         self._errors[kind] += 1
         if self._errors[kind] <= ERRORS_A_KIND:
-            shown = _cut(error, _ERROR_CHARS)
+            shown = _cut(error.removeprefix(f"{kind}: "), _ERROR_CHARS)
             self._first_errors.append({"kind": kind, "row_index": row_index, "id": id, "error": shown})
+
+
+def error_kind(error: str | None) -> str:
+    """The kind of an error row: what stands before the first colon of its `error`."""
+    return (error or "").partition(":")[0] or "other"
 
 
 def exit_code(status: str, num_errors: int, signum: int | None = None) -> int:
@@ -232,6 +259,7 @@ def final_table(summary: JobSummary, output_path: str) -> str:
 def _facts(s: JobSummary) -> list[tuple[str, str]]:
     return [
         ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}, {s.num_errors:,} with an error"),
+        *([("resumed", f"{s.num_rows_before:,} rows were there already")] if s.num_rows_before else []),
         ("finished by", ", ".join(f"{name} {count:,}" for name, count in s.finish_reasons.items()) or "-"),
         ("tokens", f"{s.num_prompt_tokens:,} prompt, {s.num_output_tokens:,} output"),
         ("speed", f"{s.tokens_per_s:,.1f} output tokens/s"),

@@ -199,6 +199,8 @@ def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
+        raise UserError("sampling_params must be a SamplingParams, or a list with one a prompt")
     if len(params) != count:
         raise UserError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one a prompt")
     return list(params)

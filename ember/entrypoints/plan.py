@@ -9,7 +9,7 @@ from ember.attention.base import resolve_attention
 from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype
-from ember.errors import ConfigError
+from ember.errors import ConfigError, UserError
 from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
@@ -59,11 +59,17 @@ class EnginePlan:
             max_num_seqs=config.max_num_seqs,
             free_bytes=pool_bytes(device),
         )
+        tokenizer = Tokenizer.from_folder(folder.path)
+        if tokenizer.vocab_size > network.vocab_size:
+            raise UserError(
+                f"model {folder.name}: the tokenizer has {tokenizer.vocab_size} tokens but the network only "
+                f"{network.vocab_size}; the folder's vocab.json and merges.txt belong to another model, or are missing"
+            )
         return EnginePlan(
             config=config,
             folder=folder,
             network=network,
-            tokenizer=Tokenizer.from_folder(folder.path),
+            tokenizer=tokenizer,
             device=device,
             dtype=dtype,
             attention=resolve_attention(config.attention),

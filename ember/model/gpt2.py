@@ -31,6 +31,7 @@ class LayerNorm:
         self.weight, self.bias, self.eps = weights[f"{name}.weight"], weights[f"{name}.bias"], eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd]."""
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
@@ -41,6 +42,7 @@ class Linear:
         self.weight, self.bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, out]."""
         return linear(x, self.weight, self.bias)
 
 
@@ -56,6 +58,7 @@ class Attention:
             self.scale /= index + 1
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd]; the backend stores K/V in the layer's blocks."""
         c = self.config
         kv_width = c.n_kv_head * c.head_dim
         q, k, v = torch.split(self.c_attn(x), [c.n_embd, kv_width, kv_width], dim=-1)
@@ -74,6 +77,7 @@ class MLP:
         self.activation = _ACTIVATIONS[config.activation]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd]."""
         return self.c_proj(self.activation(self.c_fc(x)))
 
 
@@ -87,6 +91,7 @@ class Block:
         self.mlp = MLP(config, weights, index)
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd]."""
         x = x + self.attn(self.ln_1(x), layer, attention)
         return x + self.mlp(self.ln_2(x))
 

@@ -2,7 +2,7 @@
 
 No network: tiktoken is handed the vocabulary, never a name. Ids are Hugging Face's, also where a vocabulary's ids do
 not follow its merges (tiktoken merges by rank, so it works on ranks and the ids are translated). A prompt comes from
-anyone: no text may end the process or take unbounded time.
+anyone: no text may end the process or take unbounded time (tiktoken before 0.13 is quadratic in a word's length).
 """
 
 from __future__ import annotations

@@ -162,9 +162,7 @@ def drain(scheduler, sequences):
     raise AssertionError(f"{len(sequences)} sequences of {total} tokens do not come to an end")
 
 
-SchedulerMachine.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
-)
+SchedulerMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
 TestScheduler = SchedulerMachine.TestCase
 
 
@@ -278,6 +276,17 @@ def test_the_youngest_is_preempted_and_comes_back_first(policy):
     assert preempted[0].num_preemptions == 1
     assert preempted[0].status is SequenceStatus.PREEMPTED
     assert preempted[0].num_output_tokens > 0, "its tokens are kept"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_admission_leaves_a_block_to_spare_for_each_running(policy):
+    """Filled to the last block, the next decode step would throw the newcomer out again, its prefill wasted."""
+    scheduler = make_scheduler(policy, num_blocks=6, block_size=2)
+    fill(scheduler, (4, 2), (4, 2), (3, 1))
+    assert [i for i, _, _ in shares(step(scheduler))] == [0, 1]
+    scheduler = make_scheduler(policy, num_blocks=6, block_size=2)
+    fill(scheduler, (4, 2), (7, 2), (2, 1))
+    assert [i for i, _, _ in shares(step(scheduler))] == [0], "nor may one pass another in line"
 
 
 def test_nothing_is_admitted_where_something_was_preempted():

@@ -57,7 +57,7 @@ def test_the_layout_is_made_with_its_parents(tmp_path):
         assert folder.completions_dir.is_dir()
         assert folder.steps_dir.is_dir()
         assert names(folder.path) == [".lock", "completions", "steps"]
-        assert not folder.has_results()
+        assert not folder.has_parts()
 
 
 def test_hydras_folder_and_log_are_no_results(tmp_path):
@@ -77,24 +77,44 @@ def test_a_second_try_after_a_failed_start_is_allowed(tmp_path):
     assert (tmp_path / "config.yaml").read_text().endswith("seed: 1\n")
 
 
-@pytest.mark.parametrize("result", ["manifest.json", "completions/part-00000.parquet", "completions/x.parquet"])
-def test_results_are_never_written_over(tmp_path, result):
-    """The rows of two jobs in one folder, with the same row_index twice."""
+def test_a_failed_start_leaves_nothing_behind(tmp_path):
+    """output=typo with a wrong data path must not litter the disk with empty folders."""
     out = tmp_path / "out"
-    (out / "completions").mkdir(parents=True)
-    (out / result).write_text("{}")
-    refuse(out, f"output={out}", "already holds results", "another output", "remove")
-    assert (out / result).read_text() == "{}"
-    assert OutputFolder(str(out)).has_results()
-    assert "steps" not in names(out)
+    with pytest.raises(UserError), OutputFolder(str(out)):
+        raise UserError("no such data")
+    assert not out.exists()
 
 
 def test_a_refused_folder_is_not_left_locked(tmp_path):
     """A refusal that keeps the lock would block the folder for the rest of a sweep."""
-    (tmp_path / "manifest.json").write_text("{}")
-    refuse(tmp_path, "already holds results")
-    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    refuse(tmp_path, "ember did not write")
+    (tmp_path / "config.yaml").unlink()
     OutputFolder(str(tmp_path)).create().release()
+
+
+def test_results_move_aside_whole_and_nothing_is_mixed(tmp_path):
+    """force=true that leaves old parts beside new ones, or loses the old manifest."""
+    with OutputFolder(str(tmp_path)) as folder:
+        assert folder.move_aside() is None
+        (folder.completions_dir / "part-00000.parquet").write_text("old")
+        folder.manifest_path.write_text("{}")
+        aside = folder.move_aside()
+        assert names(aside) == ["completions", "manifest.json", "steps"]
+        assert (aside / "completions" / "part-00000.parquet").read_text() == "old"
+        assert not folder.has_parts() and folder.steps_dir.is_dir()
+
+
+def test_shards_share_a_folder_but_not_a_lock(tmp_path):
+    """Eight shards of one job in one folder: each may run, none twice."""
+    with OutputFolder(str(tmp_path), 0, 2) as first, OutputFolder(str(tmp_path), 1, 2) as second:
+        assert (first.part_prefix, second.part_prefix) == ("part-s000of002-", "part-s001of002-")
+        assert first.summary_path.name == "summary-s000of002.json"
+        with pytest.raises(UserError, match="another job"):
+            OutputFolder(str(tmp_path), 1, 2).create()
+        first.manifest_path.write_text("{}")
+        with pytest.raises(UserError, match="another job"):
+            first.move_aside()
 
 
 def test_somebody_elses_config_is_not_written_over(tmp_path):
@@ -158,13 +178,11 @@ def test_small_files_hold_what_was_given(tmp_path):
     """Escaped or mangled text; a lone surrogate in an error message must not cost the summary."""
     with OutputFolder(str(tmp_path)) as folder:
         folder.write_config("prompt: 漢字\n")
-        folder.write_manifest({"a": [1, None]})
         folder.write_summary({"error": "漢\ud800"})
     assert (tmp_path / "config.yaml").read_text("utf-8").splitlines()[1:] == ["prompt: 漢字"]
-    assert json.loads((tmp_path / "manifest.json").read_text("utf-8")) == {"a": [1, None]}
     assert "漢" in (tmp_path / "summary.json").read_text("utf-8")
     assert json.loads((tmp_path / "summary.json").read_text("utf-8")) == {"error": "漢\ud800"}
-    assert names(tmp_path) == [".lock", "completions", "config.yaml", "manifest.json", "steps", "summary.json"]
+    assert names(tmp_path) == [".lock", "completions", "config.yaml", "steps", "summary.json"]
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):

@@ -486,7 +486,8 @@ def test_invalid_utf8_in_a_parquet_string(tmp_path):
     )
     path = parquet(tmp_path / "a.parquet", {"prompt": ["x", "y"], "s": bad})
     _, rows = read(path)
-    assert (rows[0].where, rows[0].error) == (f"{path} row 0", "column s is not UTF-8 text") and rows[0].columns == {"s": None}
+    assert (rows[0].where, rows[0].error) == (f"{path} row 0", "column s is not UTF-8 text")
+    assert rows[0].columns == {"s": None}
     assert rows[1].prompt == "y" and rows[1].columns == {"s": "a"}
 
 

@@ -18,7 +18,7 @@ def build(builder, **kwargs):
 
 
 def fail_row(builder, i, kind="bad_row", error="broken"):
-    builder.add_row(finish_reason="error", error=error, error_kind=kind, row_index=i, id=f"id{i}")
+    builder.add_row(finish_reason="error", error=f"{kind}: {error}" if kind else error, row_index=i, id=f"id{i}")
 
 
 def width(line):
@@ -52,7 +52,7 @@ def test_only_the_first_errors_of_each_kind_are_kept():
 def test_an_error_without_a_kind_is_still_counted():
     """A clean exit code for a job with an error row."""
     builder = SummaryBuilder()
-    fail_row(builder, 0, kind=None)
+    fail_row(builder, 0, kind=None, error="")
     assert build(builder).exit_code == 3
     assert build(builder).errors_by_kind == {"other": 1}
 

@@ -1,0 +1,48 @@
+"""Which rows a job is to compute: its shard's share of the input within `limit`, less what is done already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ember.config import JobConfig
+from ember.data.done import DoneRows
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A shard's fixed rows: every `num_shards`-th from `shard` on, within the first `end` rows of the input."""
+
+    end: int
+    shard: int
+    num_shards: int
+
+    @staticmethod
+    def of(config: JobConfig, num_input_rows: int) -> Share:
+        """The share that a job's settings name."""
+        end = num_input_rows if config.limit is None else min(config.limit, num_input_rows)
+        return Share(end, config.shard or 0, config.num_shards)
+
+    def __contains__(self, row_index: int) -> bool:
+        return row_index < self.end and row_index % self.num_shards == self.shard
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the share."""
+        return len(range(self.shard, self.end, self.num_shards))
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The rows of a share that are not done."""
+
+    share: Share
+    done: DoneRows
+
+    def wants(self, row_index: int) -> bool:
+        """Whether a row is still to be computed."""
+        return row_index in self.share and row_index not in self.done
+
+    @property
+    def num_done(self) -> int:
+        """Rows of the share that are done."""
+        return self.done.count(self.share.shard, self.share.end, self.share.num_shards)

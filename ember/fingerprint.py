@@ -1,0 +1,50 @@
+"""Everything that determines a job's results, as one flat comparable record."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ember.config import JobConfig
+from ember.data.hashes import FileHashes
+from ember.entrypoints.plan import EnginePlan
+
+RESULT_VERSION = 1
+"""Goes up when the same settings would give other tokens or other rows."""
+
+MODEL_FILES = ("*.safetensors", "*.json", "merges.txt")
+
+
+def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: FileHashes) -> dict[str, Any]:
+    """The record: content of the model's and the data's files, and every setting that can change a row.
+
+    Paths are not in it, so a moved folder resumes; neither is what can't change a token.
+
+    Raises:
+        UserError: a file can't be read.
+    """
+    model = {f"model.{path.name}": hashes.of(path) for path in _model_files(plan.folder.path)}
+    sampling = {f"sampling.{key}": value for key, value in asdict(config.sampling).items() if key != "seed"}
+    return {
+        "result_version": RESULT_VERSION,
+        **model,
+        "dtype": plan.dtype_name,
+        "attention": plan.attention,
+        "device": plan.device.type,
+        "max_model_len": plan.max_model_len,
+        **sampling,
+        "seed": config.seed,
+        "template": config.template,
+        "prompt_column": config.prompt_column,
+        "id_column": config.id_column,
+        "sampling_column": config.sampling_column,
+        "sampling_columns": dict(config.sampling_columns),
+        "allow_special_tokens": config.allow_special_tokens,
+        "num_shards": config.num_shards,
+        "data": [hashes.of(file) for file in files],
+    }
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
