@@ -33,6 +33,8 @@ LEVELS = {
     "ember.interrupt": 7,
     "ember.progress": 7,
     "ember.dry_run": 8,
+    "ember.fingerprint": 7,
+    "ember.claim": 8,
     "ember.job": 9,
     "ember.launch": 10,
     "ember.run": 11,
