@@ -5,16 +5,20 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pyarrow.compute as pc
+
 import ember
 from ember.config import JobConfig
 from ember.data.done import DoneRows, drop_error_rows, read_parts
 from ember.data.folder import OutputFolder
+from ember.data.formats import part_format
 from ember.data.hashes import FileHashes
-from ember.data.manifest import Manifest
+from ember.data.manifest import Manifest, encoded_schema
 from ember.data.reader import PromptReader
 from ember.data.summary import SummaryBuilder
+from ember.data.text import without_credentials
 from ember.data.work import Share, Work
-from ember.data.writer import SCHEMA_VERSION
+from ember.data.writer import SCHEMA_VERSION, completions_schema
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import UserError
 from ember.fingerprint import fingerprint
@@ -32,29 +36,46 @@ def claim(
     Raises:
         UserError: the output belongs to another job (names what differs), or a file can't be read or written.
     """
-    if config.force and (aside := folder.move_aside()) is not None:
-        print(f"force=true: the old results are now in {aside}", file=sys.stderr)
-    hashes = FileHashes(folder.hashes_path, verify=config.verify)
+    hashes = FileHashes(folder.store, verify=config.verify)
     now = fingerprint(config, plan, reader.files, hashes)
+    if config.force:
+        _start_over(now, config, folder)
     _check_manifest(now, _facts(config, plan, reader), folder, str(config.output))
     hashes.save()
+    form = part_format(config.output_format)
     if config.retry_errors:
-        drop_error_rows(folder.completions_dir, folder.part_prefix)
-    done = DoneRows(reader.num_rows)
-    for path, keys in read_parts(folder.completions_dir, folder.part_prefix):
-        done.add(keys["row_index"], path)
-        counts.add_committed(keys)
-    return Work(Share.of(config, reader.num_rows), done)
+        drop_error_rows(folder.completions, form, folder.part_prefix)
+    share = Share.of(config, reader.num_rows)
+    done = DoneRows(reader.num_rows, share.shard, share.num_shards)
+    for part, keys in read_parts(folder.completions, form, folder.part_prefix):
+        done.add(keys["row_index"], f"{folder.completions.shown}/{part}")
+        counts.add_committed(keys.filter(pc.less(keys["row_index"], share.end)))
+    return Work(share, done)
+
+
+def _start_over(now: dict[str, Any], config: JobConfig, folder: OutputFolder) -> None:
+    """Move old results aside. A shard leaves what its fellows of the same job wrote, perhaps a moment ago."""
+    aside = folder.move_aside(own_only=config.num_shards > 1 and _belongs(now, folder))
+    if aside is not None:
+        print(f"force=true: the old results are now in {aside}", file=sys.stderr)
+
+
+def _belongs(now: dict[str, Any], folder: OutputFolder) -> bool:
+    try:
+        found = Manifest.load(folder.store)
+    except UserError:
+        return False
+    return found is not None and not found.changed(now)
 
 
 def _check_manifest(now: dict[str, Any], facts: dict[str, Any], folder: OutputFolder, output: str) -> None:
-    found = Manifest.load(folder.manifest_path)
+    found = Manifest.load(folder.store)
     if found is None:
         if folder.has_parts():
             raise UserError(f"output={output} holds completions but no manifest.json; choose another output")
-        if Manifest(now, facts).create(folder.manifest_path):
+        if Manifest(now, facts).create(folder.store):
             return
-        found = Manifest.load(folder.manifest_path)  # another shard was first
+        found = Manifest.load(folder.store)  # another shard was first
     assert found is not None
     found.check(now, output)
 
@@ -65,6 +86,7 @@ def _facts(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> dict[st
         "schema_version": SCHEMA_VERSION,
         "model": plan.folder.name,
         "model_folder": str(plan.folder.path),
-        "data": reader.files,
+        "data": [without_credentials(file) for file in reader.files],
         "num_input_rows": reader.num_rows,
+        "schema": encoded_schema(completions_schema(reader.schema)),
     }

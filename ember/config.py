@@ -9,10 +9,15 @@ from typing import Any
 from ember.errors import ConfigError
 from ember.sampling_params import SamplingParams
 
-ATTENTION_BACKENDS = ("auto", "batched", "reference")
+ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference")
 POLICIES = ("prefill_first", "mixed", "static")
 ON_ERROR = ("row", "stop")
+FORMATS = ("auto", "openai_batch")
+OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
+RUNNERS = ("local", "ray")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+STDIN = "-"
+_OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column": "sampling"}
 _POOL_SIZE = re.compile(r"^(\d+)(tok|KiB|MiB|GiB|TiB)?$")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -98,7 +103,11 @@ class JobConfig(EngineConfig):
     """A whole job: engine settings, where rows come from, how they are sampled, where results go."""
 
     data: Any = None
+    format: str = "auto"
+    schema: dict[str, str] = field(default_factory=dict)
     output: str | None = None
+    output_format: str = "parquet"
+    resume: str | None = None
     prompt_column: str = "prompt"
     id_column: str = "id"
     template: str | None = None
@@ -119,6 +128,12 @@ class JobConfig(EngineConfig):
     commit_every: int = 256
     commit_every_s: float = 30.0
     grace_s: float = 20.0
+    runner: str = "local"
+    num_engines: int = 1
+    max_engines: int | None = None
+    cpus_per_engine: int | None = None
+    gpus_per_engine: float = 0.0
+    ray_address: str | None = None
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
@@ -131,6 +146,8 @@ class JobConfig(EngineConfig):
         if self.limit is not None:
             _at_least("limit", self.limit, 0)
         _check_shard(self.shard, self.num_shards)
+        _check_input(self)
+        _one_of("output_format", self.output_format, OUTPUT_FORMATS)
         _one_of("on_error", self.on_error, ON_ERROR)
         if self.max_errors is not None:
             _at_least("max_errors", self.max_errors, 0)
@@ -138,6 +155,7 @@ class JobConfig(EngineConfig):
         _positive("commit_every_s", self.commit_every_s)
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError("grace_s", self.grace_s, "must be a number of seconds >= 0")
+        _check_runner(self)
 
 
 def unescape(text: str) -> str:
@@ -149,7 +167,24 @@ def _data(value: Any) -> list[str]:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, (list, tuple)) or not items or not all(isinstance(i, str) and i for i in items):
         raise ConfigError("data", value, "must be a file, folder or glob, or a list of them (data=prompts.jsonl)")
+    if STDIN in items and len(items) > 1:
+        raise ConfigError("data", STDIN, "stdin stands alone, not in a list (a file called - is ./-)")
     return list(items)
+
+
+def _check_input(config: JobConfig) -> None:
+    _one_of("format", config.format, FORMATS)
+    if config.data == [STDIN] and config.num_shards > 1:
+        raise ConfigError("num_shards", config.num_shards, "shards can't share stdin (data=-); name a file instead")
+    for name, text in config.schema.items():
+        if not isinstance(text, str) or not text.strip():
+            raise ConfigError(f"schema.{name}", text, "must be a type's name (int64, list<string>, ...)")
+    if config.format == "openai_batch":
+        own = ("template", "prompt_column", "id_column", "sampling_column", "sampling_columns")
+        given = [key for key in own if getattr(config, key) not in (None, {}, _OWN_COLUMNS.get(key))]
+        if given:
+            key = given[0]
+            raise ConfigError(key, getattr(config, key), "format=openai_batch has its own prompt, id and sampling")
 
 
 def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
@@ -168,6 +203,20 @@ def _check_shard(shard: int | None, num_shards: int) -> None:
         raise ConfigError("num_shards", num_shards, "needs shard=0 .. num_shards-1 too (-m 'shard=range(8)' runs all)")
     if shard is not None and not 0 <= shard < num_shards:
         raise ConfigError("shard", shard, f"must be a whole number in 0 .. num_shards-1 = {num_shards - 1}")
+
+
+def _check_runner(config: JobConfig) -> None:
+    _one_of("runner", config.runner, RUNNERS)
+    _at_least("num_engines", config.num_engines, 1)
+    if config.max_engines is not None:
+        _at_least("max_engines", config.max_engines, config.num_engines)
+    if config.cpus_per_engine is not None:
+        _at_least("cpus_per_engine", config.cpus_per_engine, 1)
+    if not 0 <= config.gpus_per_engine <= 1:
+        raise ConfigError("gpus_per_engine", config.gpus_per_engine, "must be 0, 1 or a share of a GPU between them")
+    if config.runner == "local" and max(config.num_engines, config.max_engines or 1) > 1:
+        key = "num_engines" if config.num_engines > 1 else "max_engines"
+        raise ConfigError(key, getattr(config, key), "needs runner=ray; runner=local has one engine")
 
 
 def _positive(key: str, value: float) -> None:

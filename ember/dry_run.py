@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 
 from ember.config import JobConfig
+from ember.data.file_kinds import shown_path
 from ember.data.reader import PromptReader, PromptRow
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import UserError
@@ -23,7 +24,7 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
     print(f"runs    on {plan.device} in {plan.dtype_name}, attention {plan.attention}, scheduler {config.scheduler}")
     print(f"        max_model_len {plan.max_model_len}, max_num_seqs {config.max_num_seqs}")
     print(f"pool    {tokens}")
-    print(f"data    {num_rows:,} rows in {len(reader.files)} file(s): {', '.join(reader.files[:3])}")
+    print(f"data    {num_rows:,} rows in {len(reader.files)} file(s): {', '.join(map(shown_path, reader.files[:3]))}")
     print(f"columns passed through: {', '.join(reader.schema.names) or 'none'}")
     print(f"output  {config.output}")
     for row in islice(reader.rows(), ROWS_SHOWN):

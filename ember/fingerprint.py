@@ -36,12 +36,15 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
         **sampling,
         "seed": config.seed,
         "template": config.template,
+        "format": config.format,
+        "schema": dict(config.schema),
         "prompt_column": config.prompt_column,
         "id_column": config.id_column,
         "sampling_column": config.sampling_column,
         "sampling_columns": dict(config.sampling_columns),
         "allow_special_tokens": config.allow_special_tokens,
         "num_shards": config.num_shards,
+        "output_format": config.output_format,
         "data": [hashes.of(file) for file in files],
     }
 

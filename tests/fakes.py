@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from array import array
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -153,7 +154,7 @@ def ember_logits(
     )
     num_blocks = -(-len(token_ids) // block_size) + 2
     table = array("i", torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist())
-    runner = ModelRunner(GPT2(config, weights), KVPool(shape, num_blocks, CPU), make_backend(attention), CPU)
+    runner = ModelRunner(GPT2(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention), CPU)
     sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
     rows, start = [], 0
     for count in chunks:
@@ -167,3 +168,9 @@ def ember_logits(
 def golden():
     """The recorded continuations of the embedded model, made by another implementation."""
     return json.loads((Path(__file__).parent / "golden" / "golden-tiny.json").read_text())
+
+
+def prompts_of_many_lengths(vocab_size: int = 4095) -> list[list[int]]:
+    """Token ids of lengths at and around the borders of blocks and tiles: 1, 16, 17, 63 to 65, 129, 300."""
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in (1, 2, 15, 16, 17, 63, 64, 65, 129, 300)]

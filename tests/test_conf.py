@@ -26,7 +26,7 @@ ROWS = {"quickstart": 24, "dataset": 20}
 
 
 @pytest.fixture
-def composed(workplace: Path) -> Iterator[None]:
+def composed(job_folder: Path) -> Iterator[None]:
     with initialize_config_dir(version_base="1.3", config_dir=str(CONF)):
         yield
 
@@ -86,11 +86,11 @@ def test_job_settings_below_run_are_plain(composed: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", JOB_NAMES)
-def test_jobs_run_clean_on_the_embedded_model(job: str, workplace: Path) -> None:
+def test_jobs_run_clean_on_the_embedded_model(job: str, job_folder: Path) -> None:
     """A shipped job with a row over the context, or a column that is gone, would end with 3."""
     limit = ["limit=6"] if job in SWEEPS else []
     assert ember.run.main(["-cn", job, "output=out", "progress=false", "sampling.max_tokens=8", *limit]) == 0
-    folders = sorted((workplace / "out").iterdir()) if job in SWEEPS else [workplace / "out"]
+    folders = sorted((job_folder / "out").iterdir()) if job in SWEEPS else [job_folder / "out"]
     assert len(folders) == SWEEPS.get(job, 1)
     for folder in folders:
         assert pq.read_table(folder / "completions").num_rows == (6 if limit else ROWS[job])

@@ -41,6 +41,8 @@ LEVELS = {
     "ember.entrypoints.cli": 12,
 }
 """A module imports from its own level or below; a name stands for everything under it that has none of its own."""
+HELPS_THE_JOB = 8
+"""The level of any other module right under ember: what the job is made of."""
 WITHIN_A_LEVEL = {("ember.core.scheduler", "ember.core.model_runner"), ("ember.core.scheduler", "ember.core.sampler")}
 PURE = ("ember.core", "ember.cache", "ember.attention", "ember.model")
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
@@ -62,9 +64,9 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def level(module: str) -> int:
-    while module not in LEVELS:
+    while module.count(".") > 1 and module not in LEVELS:
         module = module.rpartition(".")[0]
-    return LEVELS[module]
+    return LEVELS.get(module, HELPS_THE_JOB)
 
 
 def within(module: str, packages: tuple[str, ...]) -> bool:

@@ -101,7 +101,7 @@ def test_tiny_budgets(policy, budget, rows, baseline):
     assert max(s.num_prefill_tokens + s.num_decode_tokens for s in steps) <= budget
 
 
-@pytest.mark.parametrize("attention", ["reference", "batched"])
+@pytest.mark.parametrize("attention", ["reference", "batched", "cpu"])
 @pytest.mark.parametrize("block_size", [5, 16])
 def test_attention_backends(attention, block_size, baseline):
     """Another backend may round otherwise, but gives the same tokens."""

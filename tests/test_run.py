@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture
-def mistake(workplace: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], str]:
+def mistake(job_folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[Sequence[str]], str]:
     """Run words that hold a mistake; returns the text of the one line on stderr."""
 
     def run(words: Sequence[str]) -> str:
@@ -115,22 +115,22 @@ def test_a_value_that_hydra_cannot_read_comes_back_quoted(value: str, mistake: C
     assert line.endswith(f": data='\"{value}\"'")
 
 
-def test_a_mistake_leaves_no_folder(workplace: Path, mistake: Callable[[Sequence[str]], str]) -> None:
+def test_a_mistake_leaves_no_folder(job_folder: Path, mistake: Callable[[Sequence[str]], str]) -> None:
     mistake(["data=prompts.jsonl", "block_size=0"])
-    assert not (workplace / "outputs").exists()
+    assert not (job_folder / "outputs").exists()
 
 
 def test_an_unknown_job_lists_the_shipped_and_own_ones(
-    workplace: Path, mistake: Callable[[Sequence[str]], str]
+    job_folder: Path, mistake: Callable[[Sequence[str]], str]
 ) -> None:
     own_job("own", "")
-    own_job("other", "", workplace / "elsewhere")
+    own_job("other", "", job_folder / "elsewhere")
     assert mistake(["-cd", "elsewhere", "-cn", "nope"]) == (
         "no job named nope (there are: cache_sweep, continuous_vs_static, dataset, other, own, quickstart; "
         "other folders: -cd FOLDER -cn NAME)"
     )
     assert mistake(["-cd", "nowhere", "-cn", "nope"]) == (
-        f"Additional config directory '{workplace}/nowhere' not found"
+        f"Additional config directory '{job_folder}/nowhere' not found"
     )
 
 
@@ -158,11 +158,11 @@ def test_a_mistake_in_a_job_file_is_one_line(text: str, line: str, mistake: Call
     assert mistake(["-cn", "own"]) == line
 
 
-def test_yaml_that_is_none_names_file_and_line(mistake: Callable[[Sequence[str]], str], workplace: Path) -> None:
+def test_yaml_that_is_none_names_file_and_line(mistake: Callable[[Sequence[str]], str], job_folder: Path) -> None:
     own_job("own", "defaults: [config\nfoo: 1\n")
     assert (
         mistake(["-cn", "own"])
-        == f"in \"{workplace}/jobs/own.yaml\", line 2, column 4: expected ',' or ']', but got ':'"
+        == f"in \"{job_folder}/jobs/own.yaml\", line 2, column 4: expected ',' or ']', but got ':'"
     )
 
 
@@ -180,7 +180,7 @@ def test_a_sweep_with_no_jobs_is_a_mistake(mistake: Callable[[Sequence[str]], st
     )
 
 
-def test_a_sweep_over_a_wrong_type_starts_nothing(workplace: Path, mistake: Callable[[Sequence[str]], str]) -> None:
+def test_a_sweep_over_a_wrong_type_starts_nothing(job_folder: Path, mistake: Callable[[Sequence[str]], str]) -> None:
     assert mistake(["-m", "data=prompts.jsonl", "block_size=8,abc"]) == "block_size=abc: must be a whole number"
 
 
@@ -195,7 +195,7 @@ def test_an_error_of_the_job_itself_is_one_line(
 
 
 def test_a_bug_shows_its_traceback(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stub_job(monkeypatch, lambda config: 1 // 0)
     assert main(FAST) == 1
@@ -206,12 +206,12 @@ def test_a_bug_shows_its_traceback(
 
 
 @pytest.mark.parametrize("code", [0, 3, 130, 143])
-def test_a_single_run_exits_as_its_job(code: int, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_run_exits_as_its_job(code: int, job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub_job(monkeypatch, lambda config: code)
     assert main(FAST) == code
 
 
-def test_a_job_that_calls_exit_does_not_end_the_sweep(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_that_calls_exit_does_not_end_the_sweep(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """sys.exit in a job passes through Hydra and would stop every job after it."""
 
     def end(config: JobConfig) -> int:
@@ -224,7 +224,7 @@ def test_a_job_that_calls_exit_does_not_end_the_sweep(workplace: Path, monkeypat
 
 @pytest.mark.parametrize("code", [130, 143])
 def test_nothing_starts_after_an_interrupted_job(
-    code: int, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    code: int, job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = stub_job(monkeypatch, lambda config: code if config.block_size == 8 else 3)
     assert main(["-m", *FAST, "block_size=4,8,16"]) == code
@@ -233,7 +233,7 @@ def test_nothing_starts_after_an_interrupted_job(
 
 
 def test_a_keyboard_interrupt_ends_with_130(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def end(config: JobConfig) -> int:
         raise KeyboardInterrupt
@@ -243,7 +243,7 @@ def test_a_keyboard_interrupt_ends_with_130(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_an_earlier_sweep_in_the_same_folder_does_not_count(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_sweep_in_the_same_folder_does_not_count(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", *FAST, "hydra.sweep.dir=again"]
     stub_job(monkeypatch, lambda config: 130)
     assert main([*words, "block_size=4,8,16"]) == 130
@@ -251,7 +251,7 @@ def test_an_earlier_sweep_in_the_same_folder_does_not_count(workplace: Path, mon
     assert main([*words, "block_size=4,8"]) == 0
 
 
-def test_a_failing_job_leaves_the_rest_of_a_sweep(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_job_leaves_the_rest_of_a_sweep(job_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The middle job's pool can't hold a sequence; the third still runs, and the sweep's code is the worst."""
     assert main(["-m", *FAST, "pool_size=1024tok,16tok,2048tok", "output=sweep"]) == 2
     said = capsys.readouterr()
@@ -264,11 +264,11 @@ def test_a_failing_job_leaves_the_rest_of_a_sweep(workplace: Path, capsys: pytes
     assert ends == [["0", "ok"], ["2", "mistake"], ["0", "ok"]]
     assert said.err.startswith("error: ")
     assert said.err.count("\n") == 1
-    assert len(completions(workplace / "sweep" / "pool_size=2048tok")) == 2
+    assert len(completions(job_folder / "sweep" / "pool_size=2048tok")) == 2
 
 
-def test_error_rows_end_with_3(workplace: Path) -> None:
-    (workplace / "prompts.jsonl").write_text('{"prompt": "Call me"}\n{"prompt": 5}\n', encoding="utf-8")
+def test_error_rows_end_with_3(job_folder: Path) -> None:
+    (job_folder / "prompts.jsonl").write_text('{"prompt": "Call me"}\n{"prompt": 5}\n', encoding="utf-8")
     assert main([*FAST, "output=out"]) == 3
     assert main(["-m", *FAST, "block_size=8,16", "output=sweep"]) == 3
 
@@ -291,7 +291,7 @@ def test_a_job_that_died_counts_as_failed(tmp_path: Path) -> None:
     assert Outcome.read(tmp_path).exit_code == 3
 
 
-def test_the_job_gets_plain_settings_and_hydras_folder(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_gets_plain_settings_and_hydras_folder(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main(["data=[prompts.jsonl,more.jsonl]", "pool_size=512", "sampling.max_tokens=null"]) == 0
     config = seen[0]
@@ -300,13 +300,13 @@ def test_the_job_gets_plain_settings_and_hydras_folder(workplace: Path, monkeypa
     assert config.data == ["prompts.jsonl", "more.jsonl"]
     assert config.pool_size == "512"
     assert config.sampling.max_tokens is None
-    (folder,) = (workplace / "outputs" / "config").iterdir()
+    (folder,) = (job_folder / "outputs" / "config").iterdir()
     assert config.output == str(folder)
     assert (folder / ".hydra" / "config.yaml").exists()
     assert (folder / "ember.log").exists()
 
 
-def test_free_mappings_are_open(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_free_mappings_are_open(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra closes every mapping: a column for a setting needed a +."""
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main([*FAST, "sampling_columns.top_p=p"]) == 0
@@ -314,14 +314,14 @@ def test_free_mappings_are_open(workplace: Path, monkeypatch: pytest.MonkeyPatch
     assert [config.sampling_columns for config in seen] == [{"top_p": "p"}] * 2
 
 
-def test_stop_strings_are_unescaped_once(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_strings_are_unescaped_once(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main([*FAST, r"sampling.stop='\n'"]) == 0
     assert main([*FAST, r'sampling.stop=["\n\n","a,b"]']) == 0
     assert [config.sampling.stop for config in seen] == [["\n"], ["\n\n", "a,b"]]
 
 
-def test_home_is_expanded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_is_expanded(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The shell leaves ~ alone inside quotes; a folder named ~ is never meant."""
     monkeypatch.setenv("HOME", "/home/me")
     seen = stub_job(monkeypatch, lambda config: 0)
@@ -330,27 +330,27 @@ def test_home_is_expanded(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "a[1]", "50%", "#1", "数据", "a'b", "(x) {y} ~: z"])
-def test_any_file_name_works_in_quotes(name: str, workplace: Path) -> None:
+def test_any_file_name_works_in_quotes(name: str, job_folder: Path) -> None:
     """The documented way, data='"..."', which the error line repeats."""
-    (workplace / "prompts.jsonl").rename(f"{name}.jsonl")
+    (job_folder / "prompts.jsonl").rename(f"{name}.jsonl")
     assert main([f'data="{name}.jsonl"', *FAST[1:], f'output="out {name}"']) == 0
-    assert completions(workplace / f"out {name}") == ["Call me", "The sea"]
+    assert completions(job_folder / f"out {name}") == ["Call me", "The sea"]
 
 
-def test_relative_paths_start_where_the_command_was_typed(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (workplace / "below").mkdir()
-    monkeypatch.chdir(workplace / "below")
+def test_relative_paths_start_where_the_command_was_typed(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (job_folder / "below").mkdir()
+    monkeypatch.chdir(job_folder / "below")
     assert main(["data=../prompts.jsonl", *FAST[1:], "output=../out"]) == 0
-    assert completions(workplace / "out") == ["Call me", "The sea"]
+    assert completions(job_folder / "out") == ["Call me", "The sea"]
 
 
-def test_a_sweeps_results_are_named_by_what_varies(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweeps_results_are_named_by_what_varies(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main(["-m", *FAST, "output=root", "block_size=8,16", "pool_size=1024tok", "seed=1,2", "model=tiny"]) == 0
     assert [config.output for config in seen] == [f"root/block_size={b},seed={s}" for b in (8, 16) for s in (1, 2)]
 
 
-def test_parameters_of_a_job_file_vary_unless_overridden(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parameters_of_a_job_file_vary_unless_overridden(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_job("own", f"{BASE}hydra: {{mode: MULTIRUN, sweeper: {{params: {{block_size: '8,16', seed: '1,2'}}}}}}")
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main(["-cn", "own", "output=root", "seed=5"]) == 0
@@ -358,10 +358,22 @@ def test_parameters_of_a_job_file_vary_unless_overridden(workplace: Path, monkey
     assert [config.seed for config in seen] == [5, 5]
 
 
-def test_a_sweep_over_outputs_uses_them_as_they_are(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_over_outputs_uses_them_as_they_are(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main(["-m", *FAST, "output=a,b"]) == 0
     assert [config.output for config in seen] == ["a", "b"]
+
+
+def test_shards_of_a_sweep_share_their_folder(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `output` or without: one data set, in parts of its shards."""
+    assert main(["-m", *FAST, "shard=range(2)", "num_shards=2", "output=out"]) == 0
+    assert sorted(completions(job_folder / "out")) == ["Call me", "The sea"]
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main(["-m", *FAST, "shard=range(2)", "num_shards=2", "hydra.sweep.dir=sweep"]) == 0
+    assert main(["-m", *FAST, "shard=range(2)", "num_shards=2", "seed=1,2", "hydra.sweep.dir=sweep"]) == 0
+    root = job_folder / "sweep"
+    assert [config.output for config in seen[:2]] == [str(root)] * 2
+    assert {config.output for config in seen[2:]} == {f"{root}/seed=1", f"{root}/seed=2"}
 
 
 def test_folder_names_are_safe_and_differ() -> None:
@@ -382,28 +394,28 @@ def test_results_folder_joins_urls_as_text() -> None:
     assert results_folder(None, "/h", "seed=1") == "/h"
 
 
-def test_own_job_files_go_before_shipped_ones(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_job_files_go_before_shipped_ones(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed copy of a shipped job, under its name, must be the one that runs."""
     seen = stub_job(monkeypatch, lambda config: 0)
     own_job("quickstart", f"{BASE}seed: 1")
     assert main(["-cn", "quickstart"]) == 0
-    own_job("quickstart", f"{BASE}seed: 2", workplace / "elsewhere")
+    own_job("quickstart", f"{BASE}seed: 2", job_folder / "elsewhere")
     assert main(["-cd", "elsewhere", "-cn", "quickstart"]) == 0
     assert [config.seed for config in seen] == [1, 2]
 
 
-def test_flags_and_overrides_mix(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_overrides_mix(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hydra's parser rejects overrides after a flag that follows others."""
     seen = stub_job(monkeypatch, lambda config: 0)
     assert main(["data=prompts.jsonl", "-m", "seed=1,2"]) == 0
     assert len(seen) == 2
 
 
-def test_the_task_returns_tokens_per_second(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_task_returns_tokens_per_second(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sweepers that optimise read it; summed up here through the outcome that carries it."""
     stub_job(monkeypatch, lambda config: 0)
     assert main([*FAST, "hydra.run.dir=here"]) == 0
-    assert json.loads((workplace / "here" / ".ember_exit.json").read_text())["tokens_per_s"] == 12.5
+    assert json.loads((job_folder / "here" / ".ember_exit.json").read_text())["tokens_per_s"] == 12.5
 
 
 def test_the_task_pickles_by_name() -> None:
@@ -425,20 +437,20 @@ def ember_command(*words: str, folder: Path, code: str = "") -> subprocess.Compl
     )
 
 
-def test_python_m_runs_a_job(workplace: Path) -> None:
-    done = ember_command(*FAST, "block_size=16", "output=out", folder=workplace)
+def test_python_m_runs_a_job(job_folder: Path) -> None:
+    done = ember_command(*FAST, "block_size=16", "output=out", folder=job_folder)
     assert (done.returncode, done.stderr) == (0, "")
-    assert completions(workplace / "out") == ["Call me", "The sea"]
-    assert yaml.safe_load((workplace / "out" / "config.yaml").read_text())["block_size"] == 16
+    assert completions(job_folder / "out") == ["Call me", "The sea"]
+    assert yaml.safe_load((job_folder / "out" / "config.yaml").read_text())["block_size"] == 16
 
 
-def test_python_m_reports_a_mistake(workplace: Path) -> None:
-    done = ember_command("data=a,b.jsonl", folder=workplace)
+def test_python_m_reports_a_mistake(job_folder: Path) -> None:
+    done = ember_command("data=a,b.jsonl", folder=job_folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {LINES['data=a,b.jsonl']}\n"
 
 
-def test_help_and_mistakes_load_no_torch(workplace: Path) -> None:
+def test_help_and_mistakes_load_no_torch(job_folder: Path) -> None:
     code = """
 import sys
 from ember.run import main
@@ -447,7 +459,7 @@ assert main(["data=x", "block_size=0"]) == 2
 assert main(["--cfg", "job"]) == 0
 sys.exit("torch" in sys.modules)
 """
-    done = ember_command(folder=workplace, code=code)
+    done = ember_command(folder=job_folder, code=code)
     assert done.returncode == 0, done.stderr
 
 
@@ -459,7 +471,7 @@ def test_help_is_ours_and_short(words: list[str], capsys: pytest.CaptureFixture[
     assert 10 < said.count("\n") < 45
 
 
-def test_verbs(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verbs(job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen = stub_job(monkeypatch, lambda config: 0)
     assert cli(["run", *FAST]) == 0
     assert cli(FAST) == 0
@@ -471,6 +483,6 @@ def test_verbs(workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert capsys.readouterr().out == f"ember {ember.__version__}\n" * 2
     assert cli(["prompts.jsonl"]) == 2
     assert capsys.readouterr().err == (
-        "error: prompts.jsonl: no such verb (there are: run, version); settings are written key=value, "
+        "error: prompts.jsonl: no such verb (there are: run, export, version); settings are written key=value, "
         "as in data=prompts.jsonl\n"
     )

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from ember.cache.kv_pool import KVLayer
+from ember.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -53,13 +54,23 @@ class AttentionBackend(Protocol):
 
 _BACKENDS = {
     "reference": ("ember.attention.reference", "ReferenceAttention"),
+    "cpu": ("ember.attention.cpu", "CpuAttention"),
     "batched": ("ember.attention.batched", "BatchedAttention"),
 }
 
 
-def resolve_attention(name: str) -> str:
-    """`auto` is the fastest backend there is for the device."""
-    return "batched" if name == "auto" else name
+def resolve_attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
+    """The backend that a setting means; `auto` is the fastest there is for the device and dtype.
+
+    Raises:
+        ConfigError: the backend does not run there.
+    """
+    fits_cpu = device.type == "cpu" and dtype == torch.float32
+    if name == "cpu" and not fits_cpu:
+        raise ConfigError("attention", name, f"runs on a CPU in float32, not on {device.type} in {dtype}; use auto")
+    if name == "auto":
+        return "cpu" if fits_cpu else "batched"
+    return name
 
 
 def make_backend(name: str) -> AttentionBackend:

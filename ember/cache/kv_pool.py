@@ -1,10 +1,11 @@
 """The K/V tensors of all blocks, and how many blocks the memory holds.
 
-    k, v of one layer: [num_blocks, n_kv_head, block_size, head_dim]
-                             |                     |
-                  block_table[p // block_size]   p % block_size       for the token at position p
+    k of one layer: [num_blocks, n_kv_head, head_dim, block_size]      v: [num_blocks, n_kv_head, block_size, head_dim]
+                         |                               |
+              block_table[p // block_size]        p % block_size       for the token at position p
 
-A head's slots lie side by side, so attention over a block reads one straight run of memory a head.
+A head's slots of a block lie together: attention reads one straight run of memory a head. Keys are stored the other way
+round, so that scores of neighbouring slots are neighbouring lanes, each summed over head_dim in the same order.
 """
 
 from __future__ import annotations
@@ -35,23 +36,26 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class KVLayer:
-    """One layer's view of the pool; `k` and `v` are [num_blocks, n_kv_head, block_size, head_dim]."""
+    """One layer of the pool: `k` [num_blocks, n_kv_head, head_dim, block_size], `v` with the last two swapped."""
 
     k: torch.Tensor
     v: torch.Tensor
 
+    @property
+    def block_size(self) -> int:
+        """Slots in a block."""
+        return self.k.shape[3]
+
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store new K/V, each [T, n_kv_head, head_dim], at flat slot numbers [T] (block * block_size + offset)."""
-        block_size = self.k.shape[2]
-        blocks, offsets = slots // block_size, slots % block_size
-        self.k[blocks, :, offsets] = k
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        self.k[blocks, :, :, offsets] = k
         self.v[blocks, :, offsets] = v
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]."""
-        block_size = self.k.shape[2]
-        blocks, offsets = slots // block_size, slots % block_size
-        return self.k[blocks, :, offsets], self.v[blocks, :, offsets]
+        blocks, offsets = slots // self.block_size, slots % self.block_size
+        return self.k[blocks, :, :, offsets], self.v[blocks, :, offsets]
 
 
 class KVPool:
@@ -60,9 +64,14 @@ class KVPool:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        size = (shape.n_layer, 2, num_blocks, shape.n_kv_head, shape.block_size, shape.head_dim)
-        self._kv = torch.zeros(size, dtype=shape.dtype, device=device)
-        self.layers = [KVLayer(layer[0], layer[1]) for layer in self._kv]
+        heads, dim, slots = shape.n_kv_head, shape.head_dim, shape.block_size
+        self.layers = [
+            KVLayer(
+                torch.zeros(num_blocks, heads, dim, slots, dtype=shape.dtype, device=device),
+                torch.zeros(num_blocks, heads, slots, dim, dtype=shape.dtype, device=device),
+            )
+            for _ in range(shape.n_layer)
+        ]
 
 
 def num_blocks_for(pool_size: str, shape: KVShape, *, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:

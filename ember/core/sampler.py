@@ -58,7 +58,7 @@ def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     temperature = torch.tensor([min(s.params.temperature, MAX_TEMPERATURE) for s in sequences], device=device)
     scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
     _keep_top_k(scores, [s.params.top_k for s in sequences])
-    weights = scores.exp_()  # the likeliest token weighs 1
+    weights = scores.softmax(dim=-1)  # row by row: exp over the whole matrix would depend on its height
     _keep_top_p(weights, [s.params.top_p for s in sequences])
     _keep_min_p(weights, [s.params.min_p for s in sequences])
     uniforms = [uniform(s.seed, s.sample_index, s.num_output_tokens) for s in sequences]
@@ -84,7 +84,7 @@ def _keep_top_p(weights: torch.Tensor, top_p: list[float]) -> None:
         return
     chosen = weights[rows]
     goal = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=weights.device)
-    goal = goal * chosen.sum(dim=-1, dtype=torch.float64)
+    goal = goal * chosen.cumsum(dim=-1, dtype=torch.float64)[:, -1]  # in order, unlike sum()
     best = chosen.topk(min(TOP_P_CANDIDATES, chosen.shape[-1]), dim=-1).values
     floor, reached = _top_p_floor(best, goal)
     if not bool(reached.all()):
@@ -103,7 +103,8 @@ def _top_p_floor(descending: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Te
 
 def _keep_min_p(weights: torch.Tensor, min_p: list[float]) -> None:
     if any(min_p):
-        weights.masked_fill_(weights < torch.tensor(min_p, device=weights.device)[:, None], 0.0)
+        floor = weights.max(dim=-1).values * torch.tensor(min_p, device=weights.device)
+        weights.masked_fill_(weights < floor[:, None], 0.0)
 
 
 def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> list[int]:

@@ -6,10 +6,11 @@ A killed attempt leaves no numbers, only its entry, which says `running` until t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from ember.data.store import Store
 from ember.data.summary import JobSummary
 
 SUMS = ("num_rows", "num_output_tokens", "num_steps", "num_preemptions", "num_recomputed_tokens", "duration_s")
@@ -27,12 +28,9 @@ class Attempts:
         }
 
     @staticmethod
-    def load(path: Path, run_id: str) -> Attempts:
-        """Those in an earlier summary, if there is one, and a new one."""
-        try:
-            earlier = json.loads(path.read_bytes())["attempts"]
-        except (OSError, ValueError, KeyError, TypeError):
-            earlier = []
+    def load(folder: Store, name: str, run_id: str) -> Attempts:
+        """Those in an earlier summary of that name, if there is one, and a new one."""
+        earlier = read_summary(folder, name).get("attempts")
         return Attempts([a for a in earlier if isinstance(a, dict)] if isinstance(earlier, list) else [], run_id)
 
     def started(self) -> dict[str, Any]:
@@ -51,6 +49,29 @@ class Attempts:
             "duration_s": summary.duration_s,
             "tokens_per_s": summary.tokens_per_s,
         }
-        attempts = [*self._earlier, this]
-        total = {key: sum(a.get(key) or 0 for a in attempts) for key in SUMS}
-        return {**summary.to_dict(), "attempts": attempts, "total": {"num_attempts": len(attempts), **total}}
+        return _with_history(summary, [*self._earlier, this])
+
+    def without_this(self, summary: JobSummary) -> dict[str, Any]:
+        """The summary to write if all rows were there already, so that there was nothing to attempt."""
+        return _with_history(summary, self._earlier)
+
+
+def read_summary(folder: Store, name: str) -> dict[str, Any]:
+    """A summary as it was written; empty if there is none, or none that can be read: only history would be lost."""
+    try:
+        with folder.open(name) as file:
+            value = json.loads(file.read())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def total_of(attempts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """How many attempts there were, and their numbers added up; a killed one counts, without numbers."""
+    entries = list(attempts)
+    sums = {key: sum(a.get(key) or 0 for a in entries) for key in SUMS}
+    return {"num_attempts": len(entries), **sums}
+
+
+def _with_history(summary: JobSummary, attempts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**summary.to_dict(), "attempts": attempts, "total": total_of(attempts)}

@@ -3,67 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
-from ember.data.folder import write_atomically
+from ember.data.formats import UNREADABLE, PartFormat
+from ember.data.parts import part_numbers
+from ember.data.store import Store
+from ember.data.text import one_line
 from ember.errors import UserError
-
-KEY_COLUMNS = ["row_index", "finish_reason", "error", "id", "num_prompt_tokens", "num_output_tokens"]
 
 
 class DoneRows:
-    """A bit for every row of the input; memory is a byte a row."""
+    """A bit for every row of the input; memory is a byte a row.
 
-    def __init__(self, num_rows: int) -> None:
+    Args:
+        num_rows: of the input.
+        shard: whose rows may be marked: every `num_shards`-th from this one on; None for every row.
+    """
+
+    def __init__(self, num_rows: int, shard: int | None = None, num_shards: int = 1) -> None:
         self._done = bytearray(num_rows)
+        self._shard, self._num_shards = shard, num_shards
 
     def __contains__(self, row_index: int) -> bool:
-        return row_index < len(self._done) and self._done[row_index] == 1
+        return 0 <= row_index < len(self._done) and self._done[row_index] == 1
 
-    def add(self, row_indices: pa.ChunkedArray, part: Path) -> None:
+    def add(self, row_indices: pa.ChunkedArray, part: str) -> None:
         """Mark rows as done.
 
         Raises:
-            UserError: a row is there twice, or is none of the input's: the folder was tampered with.
+            UserError: a row is there twice, or is none of the input's or the shard's: the folder was tampered with.
         """
         for row_index in row_indices.to_pylist():
-            if not 0 <= row_index < len(self._done) or self._done[row_index]:
+            if not self._may_have(row_index):
                 raise UserError(f"{part}: row_index {row_index} is doubled or not of this input; remove this output")
             self._done[row_index] = 1
+
+    def _may_have(self, row_index: int | None) -> bool:
+        if row_index is None or not 0 <= row_index < len(self._done) or self._done[row_index]:
+            return False
+        return self._shard is None or row_index % self._num_shards == self._shard
 
     def count(self, start: int, stop: int, step: int) -> int:
         """Done rows among range(start, stop, step)."""
         return sum(self._done[start:stop:step])
 
 
-def read_parts(folder: Path, prefix: str) -> Iterator[tuple[Path, pa.Table]]:
-    """Every whole part of that prefix in a completions folder, with the columns that tell what is done.
+def read_parts(folder: Store, form: PartFormat, prefix: str | None = None) -> Iterator[tuple[str, pa.Table]]:
+    """Every whole part in a completions folder by name, with the columns that tell what is done (`KEY_COLUMNS`).
+
+    Args:
+        prefix: only parts of this prefix.
 
     Raises:
         UserError: a part can't be read.
     """
-    for path in sorted(folder.glob(f"{prefix}[0-9]*.parquet")):
+    for name in _names(folder, form, prefix):
         try:
-            yield path, pq.read_table(path, columns=KEY_COLUMNS, partitioning=None)
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{path}: can't be read ({error}); move it away and run again") from error
+            with folder.open(name) as file:
+                keys = form.read_keys(file)
+        except UNREADABLE as error:
+            raise unreadable(folder, name, error) from error
+        yield name, keys
 
 
-def drop_error_rows(folder: Path, prefix: str) -> int:
+def drop_error_rows(folder: Store, form: PartFormat, prefix: str) -> int:
     """Take the error rows out of all parts, so that they are computed again; returns how many.
 
-    A part is replaced by one rename, so a row is there or not at any instant.
+    A part is replaced in one go, so a row is there or not at any instant.
+
+    Raises:
+        UserError: a part can't be read or written.
     """
     dropped = 0
-    for path, keys in list(read_parts(folder, prefix)):
-        failed = pc.equal(keys["finish_reason"], "error")
-        count = pc.sum(failed).as_py() or 0
+    for name, keys in read_parts(folder, form, prefix):
+        count = pc.sum(pc.equal(keys["finish_reason"], "error")).as_py() or 0
         if count:
-            kept = pq.read_table(path, partitioning=None).filter(pc.invert(failed))
-            write_atomically(path, lambda file, kept=kept: pq.write_table(kept, file, compression="zstd"))
+            with folder.open(name) as file:
+                folder.put_atomically(name, partial(form.without_errors, file))
             dropped += count
     return dropped
+
+
+def unreadable(folder: Store, name: str, error: Exception) -> UserError:
+    """The line for a part that is damaged or gone."""
+    why = one_line(f"{type(error).__name__}: {error}", 200)
+    return UserError(f"{folder.shown}/{name}: can't be read ({why}); move it away and run again")
+
+
+def _names(folder: Store, form: PartFormat, prefix: str | None) -> list[str]:
+    try:
+        return list(part_numbers(folder, form.suffix, prefix))
+    except OSError as error:
+        raise UserError(f"can't read {folder.shown}: {one_line(str(error), 200)}") from error

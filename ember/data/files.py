@@ -1,4 +1,4 @@
-"""From the setting `data` to the files that hold the rows: literal paths, folders and globs, in one sorted order."""
+"""From the setting `data` to the files that hold the rows: paths, URLs, folders and globs, in one sorted order."""
 
 from __future__ import annotations
 
@@ -7,58 +7,37 @@ import glob
 import os
 from collections.abc import Iterator
 
-from ember.data.text import one_line
-from ember.errors import ConfigError, UserError
-
-JSONL_ENDINGS = (".jsonl", ".ndjson", ".json")
-PARQUET_ENDINGS = (".parquet", ".pq")
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-"""Endings that may follow a JSONL ending, and Arrow's name for each."""
-_READABLE = "what is read ends in .jsonl, .ndjson, .json (each also with .gz or .zst), .parquet or .pq"
-
-
-def data_error(path: str, what: str) -> UserError:
-    """A one-line error about a file or folder that the setting `data` names."""
-    return ConfigError("data", one_line(path, 500), what)
-
-
-def compression(path: str) -> str | None:
-    """Arrow's name of the compression that a file's ending stands for, or None."""
-    return COMPRESSIONS.get(os.path.splitext(path)[1].lower())
-
-
-def is_parquet(path: str) -> bool:
-    """Whether a file is read as Parquet, by its ending."""
-    return path.lower().endswith(PARQUET_ENDINGS)
-
-
-def is_jsonl(path: str) -> bool:
-    """Whether a file is read as JSON lines, by its ending."""
-    stem = os.path.splitext(path)[0] if compression(path) else path
-    return stem.lower().endswith(JSONL_ENDINGS)
+from ember.data.file_kinds import READABLE, data_error, is_jsonl, is_parquet, shown_path
+from ember.data.remote import RemoteFile, is_remote, listed
 
 
 def resolve_files(data: list[str]) -> tuple[list[str], list[str]]:
-    """The files that `data` names, sorted by absolute path, and warnings.
+    """The files that `data` names, sorted by absolute path and then by URL, and warnings.
 
     A path that exists is taken literally, whatever characters it has; only then is it a glob (`**` crosses folders).
     Folders are read with all their sub-folders. In folders and globs, hidden files, names that start with `_` and
     unknown endings are passed over. A file that is named twice, also through a link, is read once, with a warning.
+    All of this holds for URLs too, where what answers them can list.
 
     Raises:
-        UserError: an entry that leads to no readable file, a URL, or stdin.
+        UserError: an entry that leads to no readable file, or stdin, which a job makes a file of first.
     """
-    found = sorted((path for entry in data for path in _expand(entry)), key=os.path.abspath)
+    found = sorted((path for entry in data for path in _expand(entry)), key=_place)
     unique: dict[str, str] = {}
     repeated = []
     for path in found:
-        real = os.path.realpath(path)
+        real = RemoteFile(path).identity if is_remote(path) else os.path.realpath(path)
         if real in unique:
             repeated.append(path)
         unique.setdefault(real, path)
     if not repeated:
         return found, []
-    return list(unique.values()), [f"data: {one_line(repeated[0], 500)} is named {_times(repeated)}; it is read once"]
+    return list(unique.values()), [f"data: {shown_path(repeated[0])} is named {_times(repeated)}; it is read once"]
+
+
+def _place(path: str) -> tuple[bool, str]:
+    remote = is_remote(path)
+    return remote, path if remote else os.path.abspath(path)
 
 
 def _times(repeated: list[str]) -> str:
@@ -67,10 +46,10 @@ def _times(repeated: list[str]) -> str:
 
 
 def _expand(entry: str) -> list[str]:
-    if "://" in entry:
-        raise data_error(entry, "remote data can't be read yet; download it and name the local file")
+    if is_remote(entry):
+        return listed(entry)
     if entry == "-":
-        raise data_error(entry, "stdin can't be read yet; write the rows to a .jsonl file (a file called - is ./-)")
+        raise data_error(entry, "stdin can't be read here; write the rows to a .jsonl file (a file called - is ./-)")
     path = entry if os.path.lexists(entry) else os.path.expanduser(entry)
     if os.path.isdir(path):
         return _folder(path)
@@ -85,7 +64,7 @@ def _file(path: str) -> str:
     if not os.path.isfile(path):
         raise data_error(path, "not a regular file, and rows are read twice; write them to a .jsonl file first")
     if not (is_parquet(path) or is_jsonl(path)):
-        raise data_error(path, f"unknown ending; {_READABLE}: convert or rename the file")
+        raise data_error(path, f"unknown ending; {READABLE}: convert or rename the file")
     return path
 
 
@@ -95,7 +74,7 @@ def _folder(path: str) -> list[str]:
     except OSError as error:
         raise data_error(path, f"the folder can't be read ({error.strerror}); check its permissions") from error
     if not files:
-        raise data_error(path, f"the folder holds no file to read; {_READABLE}")
+        raise data_error(path, f"the folder holds no file to read; {READABLE}")
     return files
 
 
@@ -123,7 +102,7 @@ def _glob(pattern: str) -> list[str]:
     for path in matches:
         files.update(dict.fromkeys(_walk(path, set()) if os.path.isdir(path) else [path]))
     if not files:
-        raise data_error(pattern, f"the glob matches no file to read; check the pattern ({_READABLE})")
+        raise data_error(pattern, f"the glob matches no file to read; check the pattern ({READABLE})")
     return list(files)
 
 

@@ -1,4 +1,8 @@
-"""Content hashes of files, remembered by size, time of change and inode, so that a restart need not read them again."""
+"""Content hashes of files, so that a restart need not read them again.
+
+Those of local files are remembered by size, time of change and inode; those of remote ones by URL, size and ETag or
+time of change, where the server tells these, else not at all.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,35 @@ import json
 import os
 from pathlib import Path
 
-from ember.data.folder import write_atomically
+from ember.data.remote import RemoteFile, is_remote
+from ember.data.store import Store
+from ember.data.text import without_credentials
 from ember.errors import UserError
+
+_MEMORY = ".hashes.json"
 
 
 class FileHashes:
     """SHA-256 of files, remembered in a small JSON file.
 
     Args:
-        memory: where hashes are remembered; a missing or broken file is an empty memory.
+        folder: where hashes are remembered, as `.hashes.json`; a missing or broken file is an empty memory.
         verify: hash every file again, whatever is remembered.
     """
 
-    def __init__(self, memory: Path, *, verify: bool = False) -> None:
-        self._memory = memory
-        self._known: dict[str, str] = {} if verify else _load(memory)
+    def __init__(self, folder: Store, *, verify: bool = False) -> None:
+        self._folder = folder
+        self._known: dict[str, str] = {} if verify else _load(folder)
         self._used: dict[str, str] = {}
 
     def of(self, path: str | Path) -> str:
-        """The hex SHA-256 of a file's bytes.
+        """The hex SHA-256 of a file's bytes; of a URL's, which are streamed and not kept.
 
         Raises:
             UserError: it can't be read.
         """
+        if isinstance(path, str) and is_remote(path):
+            return self._of_remote(RemoteFile(path))
         try:
             stat = os.stat(path)
             key = f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_dev}-{stat.st_ino}"
@@ -39,6 +49,17 @@ class FileHashes:
         self._used[key] = digest
         return digest
 
+    def _of_remote(self, file: RemoteFile) -> str:
+        size, tag = file.state()
+        key = f"{_key(file)} {size} {tag}"
+        digest = self._known.get(key) if tag else None
+        if digest is None:
+            with file.open() as stream:
+                digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if tag:
+            self._used[key] = digest
+        return digest
+
     def save(self) -> None:
         """Remember the hashes that were asked for.
 
@@ -46,7 +67,15 @@ class FileHashes:
             UserError: the memory can't be written.
         """
         text = json.dumps(self._known | self._used, indent=1)
-        write_atomically(self._memory, lambda file: file.write(text.encode()))
+        self._folder.put_atomically(_MEMORY, lambda file: file.write(text.encode()))
+
+
+def _key(file: RemoteFile) -> str:
+    """The URL without its credentials; a digest stands for them, since two queries may lead to two contents."""
+    plain = without_credentials(file.url)
+    if plain == file.url:
+        return plain
+    return f"{plain} {hashlib.sha256(file.url.encode()).hexdigest()[:16]}"
 
 
 def _sha256(path: str | Path) -> str:
@@ -54,9 +83,10 @@ def _sha256(path: str | Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _load(memory: Path) -> dict[str, str]:
+def _load(folder: Store) -> dict[str, str]:
     try:
-        known = json.loads(memory.read_bytes())
+        with folder.open(_MEMORY) as file:
+            known = json.loads(file.read())
     except (OSError, ValueError):
         return {}
     return {str(key): str(value) for key, value in known.items()} if isinstance(known, dict) else {}

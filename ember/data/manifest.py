@@ -5,18 +5,22 @@ Settings that can't change a token (block size, pool size, batch limits, policy,
 
 from __future__ import annotations
 
+import base64
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from ember.data.folder import temporary_path, write_atomically
+import pyarrow as pa
+
+from ember.data.store import Store
+from ember.data.text import one_line
 from ember.errors import UserError
 
+MANIFEST = "manifest.json"
 _SHOWN = 4
 _VALUE_CHARS = 60
+_BEFORE_DIFFERENCE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,45 +29,38 @@ class Manifest:
 
     Attributes:
         fingerprint: flat, JSON-ready; equal fingerprints give equal rows.
-        facts: not compared: versions, names and paths, for people.
+        facts: not compared: versions, names, paths, and the completions' schema (see `encoded_schema`).
     """
 
     fingerprint: dict[str, Any]
     facts: dict[str, Any]
 
     @staticmethod
-    def load(path: Path) -> Manifest | None:
-        """The manifest at `path`, or None if there is none.
+    def load(folder: Store) -> Manifest | None:
+        """The manifest in an output folder, or None if there is none.
 
         Raises:
             UserError: it can't be read or is no manifest of ember's.
         """
         try:
-            value = json.loads(path.read_bytes())
+            with folder.open(MANIFEST) as file:
+                value = json.loads(file.read())
             return Manifest(dict(value["fingerprint"]), dict(value["facts"]))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path}: not a manifest that ember wrote ({error!r}); choose another output") from None
+            where = f"{folder.shown}/{MANIFEST}"
+            why = one_line(f"{type(error).__name__}: {error}")
+            raise UserError(f"{where}: not a manifest that ember wrote ({why}); choose another output") from None
 
-    def create(self, path: Path) -> bool:
+    def create(self, folder: Store) -> bool:
         """Write it where none is; False if another process was first. Both see a whole file.
 
         Raises:
             UserError: it can't be written.
         """
         text = json.dumps({"fingerprint": self.fingerprint, "facts": self.facts}, indent=2, ensure_ascii=False)
-        draft = temporary_path(path).with_suffix(".draft")
-        write_atomically(draft, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
-        try:
-            os.link(draft, path)  # unlike a rename, a link never replaces what is there
-            return True
-        except FileExistsError:
-            return False
-        except OSError as error:
-            raise UserError(f"can't write {path}: {error.strerror}") from error
-        finally:
-            draft.unlink(missing_ok=True)
+        return folder.create_exclusive(MANIFEST, text.encode("utf-8", "backslashreplace"))
 
     def check(self, now: Mapping[str, Any], output: str) -> None:
         """Compare with the fingerprint of the job that wants to go on here.
@@ -71,18 +68,52 @@ class Manifest:
         Raises:
             UserError: it differs; names the keys with both values, side by side.
         """
-        keys = [k for k in [*self.fingerprint, *(k for k in now if k not in self.fingerprint)]]
-        changed = [k for k in keys if self.fingerprint.get(k) != now.get(k)]
+        changed = self.changed(now)
         if not changed:
             return
-        pairs = [f"{k}: {_shown(self.fingerprint.get(k))} -> {_shown(now.get(k))}" for k in changed[:_SHOWN]]
+        pairs = [f"{k}: {' -> '.join(_side_by_side(self.fingerprint.get(k), now.get(k)))}" for k in changed[:_SHOWN]]
         more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
         raise UserError(
             f"output={output} holds results of another job ({'; '.join(pairs + more)}); "
             "choose another output, or force=true to move the old results aside and start over"
         )
 
+    def changed(self, now: Mapping[str, Any]) -> list[str]:
+        """The keys in which a fingerprint differs from this one."""
+        keys = [*self.fingerprint, *(key for key in now if key not in self.fingerprint)]
+        return [key for key in keys if self.fingerprint.get(key) != now.get(key)]
 
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= _VALUE_CHARS else f"{text[:_VALUE_CHARS]}..."
+    @property
+    def schema(self) -> pa.Schema:
+        """The completions' schema.
+
+        Raises:
+            UserError: the manifest has none that can be read.
+        """
+        try:
+            return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.facts["schema"])))
+        except (KeyError, TypeError, ValueError, OSError, pa.ArrowException):
+            what = "holds no schema of the completions; another version of ember wrote it"
+            raise UserError(f"{MANIFEST} {what}") from None
+
+
+def encoded_schema(schema: pa.Schema) -> str:
+    """A schema as text for the manifest's facts: what JSON lines can't say of themselves."""
+    return base64.b64encode(schema.serialize().to_pybytes()).decode()
+
+
+def _side_by_side(old: Any, new: Any) -> tuple[str, str]:
+    """Both values as JSON; of long ones the same stretch, so chosen that the first difference is in it."""
+    texts = [json.dumps(value, ensure_ascii=False) for value in (old, new)]
+    if max(map(len, texts)) <= _VALUE_CHARS:
+        return texts[0], texts[1]
+    length = min(map(len, texts))
+    first = next((i for i in range(length) if texts[0][i] != texts[1][i]), length)
+    start = max(0, first - _BEFORE_DIFFERENCE) if first >= _VALUE_CHARS else 0
+    shown = [_cut(text, start) for text in texts]
+    return shown[0], shown[1]
+
+
+def _cut(text: str, start: int) -> str:
+    end = start + _VALUE_CHARS
+    return ("..." if start else "") + text[start:end] + ("..." if len(text) > end else "")

@@ -15,7 +15,10 @@ from typing import Any, TypeVar
 import pyarrow as pa
 
 from ember.config import JobConfig
+from ember.data import openai_batch
 from ember.data.columns import ColumnType, Converter, kept_type, output_names, type_of_kinds
+from ember.data.declared_types import declared_type
+from ember.data.file_kinds import shown_path
 from ember.data.files import resolve_files
 from ember.data.prompt import checked_prompt, checked_text
 from ember.data.row_sampling import RowSampling
@@ -84,7 +87,12 @@ class PromptReader:
         self._sources = [open_source(path) for path in self.files]
         self.num_rows = sum(source.num_rows for source in self._sources)
         self._found = list(dict.fromkeys(name for source in self._sources for name in source.columns))
-        self._check_columns()
+        self._is_batch = config.format == "openai_batch"
+        if self._is_batch:
+            self._check_batch()
+        else:
+            self._check_columns()
+        self._check_declared()
         self._plan, self.schema = self._pass_through()
         self._no_values = dict.fromkeys(self.schema.names)
 
@@ -118,9 +126,15 @@ class PromptReader:
         if values is None:
             return PromptRow(row_index, record.where, None, None, {}, dict(self._no_values), record.cause)
         causes = [] if record.cause is None else [record.cause]
-        prompt = _attempt(causes, self._prompt, values)
-        sampling = _attempt(causes, self._sampling.of_record, record)
-        row_id = self._id(values)
+        if self._is_batch:
+            prompt = _attempt(causes, openai_batch.request_prompt, values)
+            sampling = _attempt(causes, openai_batch.request_sampling, values)
+            row_id = openai_batch.request_id(values)
+            values = openai_batch.request_columns(values)
+        else:
+            prompt = _attempt(causes, self._prompt, values)
+            sampling = _attempt(causes, self._sampling.of_record, record)
+            row_id = self._id(values)
         columns = self._columns(values, causes)
         if causes:
             return PromptRow(row_index, record.where, row_id, None, {}, columns, causes[0])
@@ -149,6 +163,27 @@ class PromptReader:
                 causes.append(f"column {one_line(item.source, 60)} is {error}")
         return columns
 
+    def _check_batch(self) -> None:
+        if parquet := next((s for s in self._sources if isinstance(s, ParquetSource)), None):
+            what = f"request lines are JSON, and {shown_path(parquet.path)} is Parquet; leave format out"
+            raise ConfigError("format", self._config.format, what)
+        if not self.num_rows:
+            self.warnings.append("data: the files hold no rows")
+        elif missing := [key for key in openai_batch.KEYS if key not in self._found]:
+            self.warnings.append(f"format=openai_batch: no row has the key {missing[0]}; are these request lines?")
+
+    def _check_declared(self) -> None:
+        """Refuse, or warn about, declared columns that don't pass through or that no row has."""
+        for name in self._config.schema:
+            if name in self._consumed():
+                raise ConfigError(
+                    f"schema.{name}",
+                    self._config.schema[name],
+                    "this column does not pass through (it becomes the prompt or the id); name one that does",
+                )
+            if name not in self._passing() and self.num_rows:
+                self.warnings.append(f"schema.{one_line(name, 60)}: no row has this column; it is null in every row")
+
     def _check_columns(self) -> None:
         """Refuse, or warn about, columns that the settings name and no row has."""
         config = self._config
@@ -157,6 +192,8 @@ class PromptReader:
             self._template.check(self._found)
         if not self.num_rows:
             self.warnings.append("data: the files hold no rows")
+        if openai_batch.looks_like(self._found) and self._config.prompt_column not in self._found:
+            self.warnings.append("data: these look like request lines of OpenAI's Batch API; set format=openai_batch")
         for setting, name in self._named_columns():
             if name in self._found:
                 continue
@@ -184,25 +221,44 @@ class PromptReader:
             yield "sampling_column", config.sampling_column
         yield from ((f"sampling_columns.{key}", name) for key, name in config.sampling_columns.items())
 
-    def _pass_through(self) -> tuple[list[_PassThrough], pa.Schema]:
+    def _consumed(self) -> set[str]:
+        """Input columns that the output has in another form."""
+        if self._is_batch:
+            return {"custom_id", "body"}
         consumed = {self._config.id_column}
-        if self._template is None:
-            consumed.add(self._config.prompt_column)
+        return consumed if self._template is not None else consumed | {self._config.prompt_column}
+
+    def _passing(self) -> list[str]:
+        """Input columns that pass through, as they were found."""
+        found = list(dict.fromkeys([*openai_batch.COLUMNS, *self._found])) if self._is_batch else self._found
+        consumed = self._consumed()
+        return [name for name in found if name not in consumed]
+
+    def _pass_through(self) -> tuple[list[_PassThrough], pa.Schema]:
         plan, schema = [], []
-        for name, output in output_names(name for name in self._found if name not in consumed).items():
+        for name, output in output_names([*self._passing(), *self._config.schema]).items():
             column = self._column_type(name)
             plan.append(_PassThrough(name, output, column.convert))
             schema.append(pa.field(output, column.arrow))
         return plan, pa.schema(schema)
 
     def _column_type(self, name: str) -> ColumnType:
-        """Parquet's own type where all files agree on it, else the type that holds the values of all files."""
+        """Parquet's own type where all files agree on it, else the type that holds the values of all files.
+
+        A declared type goes before both.
+        """
+        declared = self._config.schema.get(name)
+        column = None if declared is None else declared_type(name, declared)
+        if column is None and self._is_batch and name in openai_batch.COLUMNS:
+            return ColumnType(pa.string(), plain_text)
         parquet = [s for s in self._sources if isinstance(s, ParquetSource) and name in s.types]
         kinds = 0
         for source in self._sources:
             if isinstance(source, JsonlSource):
                 kinds |= source.kinds.get(name, 0)
         types = {source.types[name] for source in parquet if not pa.types.is_null(source.types[name])}
+        if column is not None:
+            return kept_type(column.arrow) if types == {column.arrow} and not kinds else column
         if len(types) == 1 and not kinds:
             return kept_type(types.pop())
         for source in parquet:

@@ -20,7 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ember.data.columns import kinds_of_type, kinds_of_value, plain_type
-from ember.data.files import compression, data_error, is_parquet
+from ember.data.file_kinds import compression, data_error, is_parquet, shown_path
+from ember.data.remote import BLOCK_BYTES, PARQUET_BLOCK_BYTES, RemoteFile, is_remote
 from ember.data.text import RowError, one_line, parse_json
 from ember.errors import UserError
 
@@ -69,7 +70,7 @@ class JsonlSource:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._shown = one_line(path, 500)
+        self._shown = shown_path(path)
         self._state = _state(path)
         self.num_rows = 0
         self.kinds: dict[str, int] = {}
@@ -131,7 +132,7 @@ class ParquetSource:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._shown = one_line(path, 500)
+        self._shown = shown_path(path)
         self._state = _state(path)
         with self._open() as parquet:
             schema = parquet.schema_arrow
@@ -201,8 +202,9 @@ class ParquetSource:
 
     @contextmanager
     def _open(self) -> Iterator[pq.ParquetFile]:
-        with _readable(self.path), open(self.path, "rb") as file:
-            yield pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False)
+        remote = is_remote(self.path)
+        with _readable(self.path), _open_bytes(self.path, block_bytes=PARQUET_BLOCK_BYTES) as file:
+            yield pq.ParquetFile(file, buffer_size=0 if remote else _BUFFER, pre_buffer=remote)
 
 
 Source = JsonlSource | ParquetSource
@@ -265,14 +267,21 @@ def _has_nanoseconds(arrow: pa.DataType) -> bool:
 @contextmanager
 def _open_lines(path: str) -> Iterator[IO[bytes]]:
     codec = compression(path)
-    with open(path, "rb", buffering=_BUFFER) as file:
+    with _open_bytes(path, block_bytes=BLOCK_BYTES) as file:
         if codec is None:
             yield file
-        elif os.fstat(file.fileno()).st_size == 0:
+        elif not file.peek(1):
             raise data_error(path, f"the file is empty, which {codec} never is; make or copy it again")
         else:
             with io.BufferedReader(pa.CompressedInputStream(file, codec), _BUFFER) as stream:
                 yield stream
+
+
+def _open_bytes(path: str, *, block_bytes: int) -> io.BufferedReader:
+    """A local or remote file; of a remote one, `block_bytes` come with a request."""
+    if is_remote(path):
+        return RemoteFile(path).open(block_bytes=block_bytes)
+    return io.BufferedReader(io.FileIO(path), _BUFFER)
 
 
 @contextmanager
@@ -286,12 +295,15 @@ def _readable(path: str) -> Iterator[None]:
         raise data_error(path, what) from error
 
 
-def _state(path: str) -> tuple[int, int]:
+def _state(path: str) -> tuple[int | None, str]:
+    """Size and what tells one content from the next: of a local file the time of change."""
+    if is_remote(path):
+        return RemoteFile(path).state()
     with _readable(path):
         stat = os.stat(path)
-    return stat.st_size, stat.st_mtime_ns
+    return stat.st_size, str(stat.st_mtime_ns)
 
 
-def _check_unchanged(path: str, state: tuple[int, int]) -> None:
+def _check_unchanged(path: str, state: tuple[int | None, str]) -> None:
     if _state(path) != state:
         raise data_error(path, "the file changed while the job ran; start the job again when it is at rest")

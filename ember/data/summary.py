@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ember.core.stats import StepStats
+from ember.data.duplicate_ids import DuplicateIds
 
 EXIT_CLEAN = 0
 EXIT_FAILED = 1
@@ -44,6 +45,7 @@ class JobSummary:
         exit_code: what the process returns: 0 clean, 3 finished with error rows, 130/143 interrupted, 1 failed.
         num_rows_total: rows of the input, after `limit`.
         num_rows_done: rows written, error rows too; `num_rows_before` of them by earlier attempts.
+        num_duplicate_ids: rows written whose id another row had before them; allowed, as a row's key is its index.
         errors_by_kind: how many error rows of each kind (`bad_row`, `prompt_too_long`, ...).
         first_errors: the first few of each kind: `kind`, `row_index`, `id`, `error`.
         num_prompt_tokens, num_output_tokens: of all rows written; `num_output_tokens_new` of this attempt's rows.
@@ -63,6 +65,7 @@ class JobSummary:
     num_rows_done: int = 0
     num_rows_before: int = 0
     num_errors: int = 0
+    num_duplicate_ids: int = 0
     errors_by_kind: dict[str, int] = field(default_factory=dict)
     first_errors: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: dict[str, int] = field(default_factory=dict)
@@ -103,6 +106,7 @@ class SummaryBuilder:
         self._finish_reasons: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._first_errors: list[dict[str, Any]] = []
+        self._ids = DuplicateIds()
         self._steps = 0
         self._engine_s = 0.0
         self._preemptions = 0
@@ -141,6 +145,7 @@ class SummaryBuilder:
             error: why the row could not run, beginning with its kind (`bad_row: ...`); None for a good row.
         """
         self._rows += 1
+        self._ids.add([id])
         self._prompt_tokens += num_prompt_tokens
         self._output_tokens += num_output_tokens
         if finish_reason is not None:
@@ -152,6 +157,7 @@ class SummaryBuilder:
         """Count the rows of an earlier attempt's part, given its key columns (see `ember.data.done`)."""
         self._rows += len(keys)
         self._rows_before += len(keys)
+        self._ids.add(keys["id"].to_pylist())
         self._prompt_tokens += pc.sum(keys["num_prompt_tokens"]).as_py() or 0
         tokens = pc.sum(keys["num_output_tokens"]).as_py() or 0
         self._output_tokens += tokens
@@ -205,6 +211,7 @@ class SummaryBuilder:
             num_rows_done=self._rows,
             num_rows_before=self._rows_before,
             num_errors=num_errors,
+            num_duplicate_ids=self._ids.count,
             errors_by_kind=dict(self._errors.most_common()),
             first_errors=list(self._first_errors),
             finish_reasons=dict(self._finish_reasons.most_common()),
@@ -260,6 +267,7 @@ def _facts(s: JobSummary) -> list[tuple[str, str]]:
     return [
         ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}, {s.num_errors:,} with an error"),
         *([("resumed", f"{s.num_rows_before:,} rows were there already")] if s.num_rows_before else []),
+        *([("ids", f"{s.num_duplicate_ids:,} rows have an id that occurred before")] if s.num_duplicate_ids else []),
         ("finished by", ", ".join(f"{name} {count:,}" for name, count in s.finish_reasons.items()) or "-"),
         ("tokens", f"{s.num_prompt_tokens:,} prompt, {s.num_output_tokens:,} output"),
         ("speed", f"{s.tokens_per_s:,.1f} output tokens/s"),

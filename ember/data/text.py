@@ -2,12 +2,14 @@
 
 JSON can spell strings that UTF-8 cannot (a lone surrogate such as `"\\ud800"`), objects nested deeper than Python's
 stack, and numbers longer than it converts. What is kept goes through `encodable`, what is printed through `one_line`,
-and what is parsed through `parse_json`, so that none of this reaches a writer or breaks a message over lines.
+and what is parsed through `parse_json`, so that none of this reaches a writer or breaks a message over lines. A URL may
+carry credentials: what is kept or printed of one goes through `without_credentials`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from datetime import date, datetime, time
 from typing import Any
 
@@ -15,6 +17,13 @@ import pyarrow as pa
 
 MAX_DEPTH = 200
 """Deepest nesting of a JSON value that is read: fixed, so that the caller's own stack depth never decides."""
+
+
+_USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
+_WEB_QUERY = re.compile(r"(https?://[^?#]*)[?#].*", re.DOTALL)
+_QUERY = re.compile(r"\?[^=]*=.*", re.DOTALL)
+_URL_IN_TEXT = re.compile(r"[\w+.:-]*://[^\s'\"<>]*")
+_QUERY_IN_TEXT = re.compile(r"\?[^\s'\"<>]*=[^\s'\"<>]*")
 
 
 class RowError(ValueError):
@@ -28,6 +37,22 @@ def one_line(text: str, limit: int = 120) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def without_credentials(path: str) -> str:
+    """A URL's scheme, host and path: without a user and password, and without a query, which may be a signature.
+
+    A local path is as it was. Outside http(s) a `?` without a later `=` is no query but part of a glob.
+    """
+    if "://" not in path:
+        return path
+    return _QUERY.sub("", _WEB_QUERY.sub(r"\1", _USER_INFO.sub("", path)))
+
+
+def redacted(text: str) -> str:
+    """A message from elsewhere, on one line, with every URL in it cut down to scheme, host and path."""
+    text = _URL_IN_TEXT.sub(lambda url: without_credentials(url[0]), text)
+    return one_line(_QUERY_IN_TEXT.sub("", text))
 
 
 def is_encodable(text: str) -> bool:

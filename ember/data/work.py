@@ -23,7 +23,7 @@ class Share:
         return Share(end, config.shard or 0, config.num_shards)
 
     def __contains__(self, row_index: int) -> bool:
-        return row_index < self.end and row_index % self.num_shards == self.shard
+        return row_index in range(self.shard, self.end, self.num_shards)
 
     @property
     def num_rows(self) -> int:

@@ -1,28 +1,27 @@
-"""Rows to Parquet parts: whole, in order, and never in the engine's way.
+"""Rows to parts: whole, in order, and never in the engine's way.
 
-A part is written to a temporary name, flushed to the disk and renamed, so whatever has its final name is whole.
-Parts are the only truth of what is done. One background thread does the writing: an engine step never waits for a
-disk. DuckDB, pandas and pyarrow read the folder as one table.
+Whatever part has its final name is whole and durable (see `ember.data.store`); parts are the only truth of what is
+done. One background thread does the writing: an engine step never waits for a disk. DuckDB, pandas and pyarrow read the
+folder as one table.
 """
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
 from operator import attrgetter
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from ember.core.stats import StepStats
 from ember.data.columns import FIXED_COLUMNS
-from ember.data.folder import os_reason, write_atomically
+from ember.data.formats import ParquetFormat, PartFormat, write_table
+from ember.data.parts import PREFIX, is_part, part_name, part_numbers
+from ember.data.store import Store, os_reason
 from ember.errors import UserError
 
 SCHEMA_VERSION = "1"
@@ -84,7 +83,7 @@ def step_row(run_id: str, engine: int, stats: StepStats) -> dict[str, Any]:
 
 
 class PartWriter:
-    """Buffers rows and commits them as `part-00000.parquet`, `part-00001.parquet`, ... in one folder.
+    """Buffers rows and commits them as `part-00000`, `part-00001`, ... in one folder.
 
     Numbers go on after the parts that are there; none is overwritten. Needs the folder's lock: one writer a prefix.
     As a context manager it closes on the way out, also on an error: finished rows are worth keeping. A failed write
@@ -92,8 +91,9 @@ class PartWriter:
     call raises that failure again.
 
     Args:
-        folder: an existing folder.
+        folder: a folder that exists, or a remote one.
         schema: of the rows; a missing key is null.
+        form: how the rows are spelled in a part; Parquet if None.
         commit_every: rows that make a commit due.
         commit_every_s: seconds that a row may wait in the buffer.
         prefix: the parts' names before the number.
@@ -102,20 +102,22 @@ class PartWriter:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Store,
         schema: pa.Schema,
         *,
+        form: PartFormat | None = None,
         commit_every: int,
         commit_every_s: float,
-        prefix: str = "part-",
+        prefix: str = PREFIX,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._folder, self._schema, self._prefix, self._clock = folder, schema, prefix, clock
+        self._format = ParquetFormat() if form is None else form
         self._commit_every, self._commit_every_s = commit_every, commit_every_s
         self._names = frozenset(schema.names)
         self._rows: list[dict[str, Any]] = []
         self._oldest = 0.0
-        self._next_number = _prepare(folder, prefix)
+        self._next_number = _prepare(folder, prefix, self._format.suffix)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ember-writer")
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
@@ -212,7 +214,7 @@ class PartWriter:
         if self._failure is not None:
             raise self._failure
         if self._closed:
-            raise RuntimeError(f"the writer of {self._folder} is closed")
+            raise RuntimeError(f"the writer of {self._folder.shown} is closed")
 
     def _collect(self) -> None:
         """Wait for the part that is being written; its failure is everyone's from then on."""
@@ -228,29 +230,19 @@ class PartWriter:
     def _write_part(self, rows: list[dict[str, Any]]) -> None:
         """Runs in the background thread, one part at a time."""
         table = _table(self._schema, rows)
-        path = self._folder / f"{self._prefix}{self._next_number:05d}.parquet"
-        if path.exists():
-            raise UserError(f"can't write {path}: it exists already; another job writes to this folder")
-        write_atomically(path, lambda file: pq.write_table(table, file, compression="zstd"))
+        name = part_name(self._prefix, self._next_number, self._format.suffix)
+        self._folder.put_atomically(name, lambda file: write_table(self._format, table, file), new=True)
         self._next_number += 1
         self.rows_committed += len(rows)
 
 
-def _prepare(folder: Path, prefix: str) -> int:
+def _prepare(folder: Store, prefix: str, suffix: str) -> int:
     """Remove what killed writers of this prefix left half written; the number of the next part."""
-    name = re.compile(rf"\.?{re.escape(prefix)}(\d+)\.parquet(\.tmp-\d+)?")
-    numbers = [-1]
     try:
-        for path in folder.iterdir():
-            if (match := name.fullmatch(path.name)) is None:
-                continue
-            if match[2]:
-                path.unlink()
-            else:
-                numbers.append(int(match[1]))
+        folder.clear_temporary(lambda name: is_part(name, prefix))
+        return max(part_numbers(folder, suffix, prefix).values(), default=-1) + 1
     except OSError as error:
-        raise UserError(f"can't write to {folder}: {os_reason(error)}") from error
-    return max(numbers) + 1
+        raise UserError(f"can't write to {folder.shown}: {os_reason(error)}") from error
 
 
 def _table(schema: pa.Schema, rows: Sequence[dict[str, Any]]) -> pa.Table:

@@ -9,7 +9,7 @@ import ember
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
 
-VERBS = ("run", "version")
+VERBS = ("run", "export", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "version":
         print(f"ember {ember.__version__}")
         return CLEAN
+    if verb == "export":
+        from ember.entrypoints.export import main as export
+
+        return export(words)
     if verb != "run":
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "

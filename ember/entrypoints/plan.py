@@ -72,7 +72,7 @@ class EnginePlan:
             tokenizer=tokenizer,
             device=device,
             dtype=dtype,
-            attention=resolve_attention(config.attention),
+            attention=resolve_attention(config.attention, device, dtype),
             max_model_len=max_model_len,
             kv_shape=shape,
             num_blocks=num_blocks,

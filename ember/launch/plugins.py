@@ -83,9 +83,10 @@ def register() -> None:
 
 
 def _schema() -> DictConfig:
-    """JobConfig, with its free mapping open: Hydra closes every mapping to keys that it does not know."""
+    """JobConfig, with its free mappings open: Hydra closes every mapping to keys that it does not know."""
     schema: DictConfig = OmegaConf.structured(JobConfig)
     OmegaConf.set_struct(schema.sampling_columns, False)
+    OmegaConf.set_struct(schema["schema"], False)
     return schema
 
 

@@ -29,6 +29,8 @@ def job_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> JobConfig:
         raise UserError(NO_BASE)
     for key, value in _unknown(cfg, JobConfig, ""):
         raise UserError(no_such_key(key, value))
+    if cfg.resume is not None:
+        cfg = _resumed(cfg, overrides)
     if cfg.data is None:
         raise UserError("data must be given: data=prompts.jsonl (a file, a folder, a glob or a list of them)")
     _check_groups(cfg)
@@ -37,6 +39,21 @@ def job_config(cfg: DictConfig, overrides: Sequence[str] = ()) -> JobConfig:
     _check_model_choice(config, overrides)
     _expand_home(config)
     return config
+
+
+def _resumed(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """The settings saved in the output that `resume` names, with what was typed now on top."""
+    from ember.data.settings_file import load_settings  # brings pyarrow, which a mistake or --help need not wait for
+
+    saved = OmegaConf.merge(OmegaConf.structured(JobConfig), load_settings(cfg.resume))
+    assert isinstance(saved, DictConfig)
+    for override in overrides:
+        key = override_key(override)
+        if key in ("resume", "output") or key.startswith("hydra"):
+            continue
+        OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
+    saved.output = cfg.resume
+    return saved
 
 
 def as_typed(overrides: Any) -> list[str]:

@@ -9,7 +9,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from ember.launch.outcome import Outcome, interruption
-from ember.launch.places import folder_name, results_folder, varied
+from ember.launch.places import folder_name, override_key, results_folder, varied
 from ember.launch.settings import as_typed
 
 
@@ -36,7 +36,7 @@ class JobSlot:
         if config.mode != RunMode.MULTIRUN:
             return JobSlot(folder, None, 0, overrides, [])
         fixed = list(config.job.config.override_dirname.exclude_keys)
-        return JobSlot(folder, Path(config.sweep.dir), config.job.num, overrides, varied(overrides, fixed))
+        return JobSlot(folder, Path(config.sweep.dir).absolute(), config.job.num, overrides, varied(overrides, fixed))
 
     def stopped(self) -> int | None:
         """The exit code of an interrupted job of the same sweep: this one is not to start."""
@@ -54,5 +54,7 @@ class JobSlot:
         outcome.write(self.folder)
 
     def results(self, output: str | None) -> str:
-        """Where the results go."""
+        """Where the results go; shards share a folder, so theirs is the sweep's and not each one's own."""
+        if output is None and self.sweep is not None and "shard" in map(override_key, self.varied):
+            output = str(self.sweep)
         return results_folder(output, str(self.folder), folder_name(self.varied))

@@ -7,27 +7,21 @@ no batch dimension, no padding. Attention is the backend's; everything else is h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import MutableMapping
 
 import torch
-from torch.nn.functional import embedding, gelu, layer_norm, linear, relu
+from torch.nn.functional import embedding, layer_norm
 
 from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
 from ember.model.gpt2_config import GPT2Config
-
-_ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu_new": partial(gelu, approximate="tanh"),
-    "gelu": gelu,
-    "relu": relu,
-}
+from ember.model.linear import Linear
 
 
 class LayerNorm:
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], name: str, eps: float) -> None:
+    def __init__(self, weights: MutableMapping[str, torch.Tensor], name: str, eps: float) -> None:
         self.weight, self.bias, self.eps = weights[f"{name}.weight"], weights[f"{name}.bias"], eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,24 +29,13 @@ class LayerNorm:
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
-class Linear:
-    """y = x W^T + b with W [out, in]."""
-
-    def __init__(self, weights: Mapping[str, torch.Tensor], name: str) -> None:
-        self.weight, self.bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] to [T, out]."""
-        return linear(x, self.weight, self.bias)
-
-
 class Attention:
     """Causal self-attention with grouped queries: n_head query heads share n_kv_head K/V heads."""
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
+    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
         self.config = config
-        self.c_attn = Linear(weights, f"h.{index}.attn.c_attn")
-        self.c_proj = Linear(weights, f"h.{index}.attn.c_proj")
+        self.c_attn = _linear(weights, f"h.{index}.attn.c_attn")
+        self.c_proj = _linear(weights, f"h.{index}.attn.c_proj")
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= index + 1
@@ -71,20 +54,19 @@ class Attention:
 class MLP:
     """Two linears with the activation between them."""
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
-        self.c_fc = Linear(weights, f"h.{index}.mlp.c_fc")
-        self.c_proj = Linear(weights, f"h.{index}.mlp.c_proj")
-        self.activation = _ACTIVATIONS[config.activation]
+    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
+        self.c_fc = _linear(weights, f"h.{index}.mlp.c_fc", config.activation)
+        self.c_proj = _linear(weights, f"h.{index}.mlp.c_proj")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
-        return self.c_proj(self.activation(self.c_fc(x)))
+        return self.c_proj(self.c_fc(x))
 
 
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], index: int) -> None:
+    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
         self.ln_1 = LayerNorm(weights, f"h.{index}.ln_1", config.layer_norm_epsilon)
         self.attn = Attention(config, weights, index)
         self.ln_2 = LayerNorm(weights, f"h.{index}.ln_2", config.layer_norm_epsilon)
@@ -97,14 +79,17 @@ class Block:
 
 
 class GPT2:
-    """The network over canonical weights (see `load_weights`); all linear weights are [out, in]."""
+    """The network over canonical weights (see `load_weights`); all linear weights are [out, in].
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor]) -> None:
+    Weights of linears are taken out of `weights` as they are packed, so that none is held twice.
+    """
+
+    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor]) -> None:
         self.config = config
         self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
         self.blocks = [Block(config, weights, index) for index in range(config.n_layer)]
         self.ln_f = LayerNorm(weights, "ln_f", config.layer_norm_epsilon)
-        self.lm_head = self.wte if config.tie_word_embeddings else weights["lm_head.weight"]
+        self.lm_head = Linear(self.wte if config.tie_word_embeddings else weights["lm_head.weight"])
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layers: list[KVLayer], attention: AttentionBackend
@@ -117,4 +102,8 @@ class GPT2:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
-        return linear(self.ln_f(hidden), self.lm_head).float()
+        return self.lm_head(self.ln_f(hidden)).float()
+
+
+def _linear(weights: MutableMapping[str, torch.Tensor], name: str, activation: str = "none") -> Linear:
+    return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias"), activation)

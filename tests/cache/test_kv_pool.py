@@ -32,12 +32,13 @@ def test_pool_takes_the_bytes_it_says():
     total = sum(layer.k.nbytes + layer.v.nbytes for layer in pool.layers)
     assert total == 7 * shape().bytes_per_block
     assert len(pool.layers) == 2
-    assert pool.layers[0].k.shape == (7, 3, 4, 5)
+    assert pool.layers[0].k.shape == (7, 3, 5, 4)
+    assert pool.layers[0].v.shape == (7, 3, 4, 5)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])
 def test_a_slot_is_block_times_size_plus_offset(block_size):
-    """Writing must land in `k[block, :, offset]` and gather must read the same place; K and V must not mix."""
+    """Writing must land in `k[block, :, :, offset]` and gather must read the same place; K and V must not mix."""
     layer = KVPool(shape(block_size), 6, CPU).layers[1]
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(6 * block_size, generator=generator)[:5]
@@ -45,13 +46,13 @@ def test_a_slot_is_block_times_size_plus_offset(block_size):
     layer.write(k, v, slots)
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
-        assert torch.equal(layer.k[block, :, offset], k[i])
+        assert torch.equal(layer.k[block, :, :, offset], k[i])
         assert torch.equal(layer.v[block, :, offset], v[i])
     keys, values = layer.gather(slots.view(5, 1))
     assert keys.shape == (5, 1, 3, 5)
     assert torch.equal(keys[:, 0], k)
     assert torch.equal(values[:, 0], v)
-    assert int(layer.k.abs().sum(dim=(1, 3)).count_nonzero()) == 5
+    assert int(layer.k.abs().sum(dim=(1, 2)).count_nonzero()) == 5
 
 
 def test_layers_do_not_share_slots():

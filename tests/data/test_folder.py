@@ -8,17 +8,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from ember.data import folder as folder_module
+from ember.data import store as store_module
 from ember.data.folder import OutputFolder
+from ember.data.store import FileLock
 from ember.errors import UserError
 
 HOLDER = """
 import sys, time
 from ember.data.folder import OutputFolder
+from ember.data.store import FileLock
 folder = OutputFolder(sys.argv[1]).create()
 print("locked", flush=True)
 time.sleep(60)
@@ -53,9 +56,7 @@ def refuse(path, *words):
 def test_the_layout_is_made_with_its_parents(tmp_path):
     """A fresh checkout has no outputs/ folder, let alone a dated one."""
     with OutputFolder(str(tmp_path / "a" / "b")) as folder:
-        assert folder.path == tmp_path / "a" / "b"
-        assert folder.completions_dir.is_dir()
-        assert folder.steps_dir.is_dir()
+        assert folder.path == str(tmp_path / "a" / "b")
         assert names(folder.path) == [".lock", "completions", "steps"]
         assert not folder.has_parts()
 
@@ -97,22 +98,23 @@ def test_results_move_aside_whole_and_nothing_is_mixed(tmp_path):
     """force=true that leaves old parts beside new ones, or loses the old manifest."""
     with OutputFolder(str(tmp_path)) as folder:
         assert folder.move_aside() is None
-        (folder.completions_dir / "part-00000.parquet").write_text("old")
-        folder.manifest_path.write_text("{}")
-        aside = folder.move_aside()
+        (tmp_path / "completions" / "part-00000.parquet").write_text("old")
+        (tmp_path / "manifest.json").write_text("{}")
+        aside = Path(folder.move_aside())
+        assert aside.parent == tmp_path
         assert names(aside) == ["completions", "manifest.json", "steps"]
         assert (aside / "completions" / "part-00000.parquet").read_text() == "old"
-        assert not folder.has_parts() and folder.steps_dir.is_dir()
+        assert not folder.has_parts() and names(tmp_path / "steps") == []
 
 
 def test_shards_share_a_folder_but_not_a_lock(tmp_path):
     """Eight shards of one job in one folder: each may run, none twice."""
     with OutputFolder(str(tmp_path), 0, 2) as first, OutputFolder(str(tmp_path), 1, 2) as second:
         assert (first.part_prefix, second.part_prefix) == ("part-s000of002-", "part-s001of002-")
-        assert first.summary_path.name == "summary-s000of002.json"
+        assert first.summary_name == "summary-s000of002.json"
         with pytest.raises(UserError, match="another job"):
             OutputFolder(str(tmp_path), 1, 2).create()
-        first.manifest_path.write_text("{}")
+        (tmp_path / "manifest.json").write_text("{}")
         with pytest.raises(UserError, match="another job"):
             first.move_aside()
 
@@ -142,17 +144,58 @@ def test_an_unwritable_folder_is_named(tmp_path, monkeypatch, call):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     with monkeypatch.context() as patch:
-        patch.setattr(folder_module.os, call, refused)
+        patch.setattr(store_module.os, call, refused)
         refuse(tmp_path / "out", f"output={tmp_path}/out", "Read-only file system")
     OutputFolder(str(tmp_path / "out")).create().release()
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/out", "file:///tmp/out"])
-def test_a_url_is_refused_rather_than_made_a_folder(tmp_path, monkeypatch, url):
+def test_a_url_is_not_made_a_folder(tmp_path, monkeypatch):
     """Path("s3://b") is the local folder s3:/b: the results would lie where nobody looks."""
     monkeypatch.chdir(tmp_path)
-    refuse(url, f"output={url}", "local folder")
-    assert names(tmp_path) == []
+    refuse("nope://bucket/out", "output=nope://bucket/out", "no such kind of URL")
+    OutputFolder(f"file://{tmp_path}/out").create().release()
+    assert names(tmp_path) == ["out"]
+
+
+def test_two_moves_in_one_second_do_not_meet(tmp_path, monkeypatch):
+    """force=true twice within a second: the second move failed on the first one's folder."""
+    monkeypatch.setattr("ember.data.folder.time.strftime", lambda form: "old-then")
+    with OutputFolder(str(tmp_path)) as folder:
+        for text in ("first", "second"):
+            (tmp_path / "completions" / "part-00000.parquet").write_text(text)
+            folder.move_aside()
+    texts = [
+        (tmp_path / name / "completions" / "part-00000.parquet").read_text() for name in ("old-then", "old-then-2")
+    ]
+    assert texts == ["first", "second"]
+
+
+def test_a_shard_moves_only_its_own_parts(tmp_path):
+    """-m shard=range(2) force=true: the second shard moved away what the first had just written."""
+    with OutputFolder(str(tmp_path), 1, 2) as folder:
+        for shard in (0, 1):
+            (tmp_path / "completions" / f"part-s00{shard}of002-00000.parquet").write_text("")
+            (tmp_path / f"summary-s00{shard}of002.json").write_text("{}")
+        folder.move_aside(own_only=True)
+    (old,) = [name for name in names(tmp_path) if name.startswith("old-")]
+    assert names(tmp_path / "completions") == ["part-s000of002-00000.parquet"]
+    assert names(tmp_path / old) == ["completions", "summary-s001of002.json"]
+    assert names(tmp_path / old / "completions") == ["part-s001of002-00000.parquet"]
+
+
+def test_a_lock_of_a_removed_folder_keeps_nobody_out(tmp_path):
+    """A failed start removes its .lock: a job that had opened it before locked a file that no other could see."""
+    path = tmp_path / ".lock"
+    first = FileLock(path)
+    waiting = threading.Thread(target=lambda: held.append(FileLock(path, wait=True)))
+    held = []
+    waiting.start()
+    path.unlink()
+    first.release()
+    waiting.join(10)
+    with pytest.raises(BlockingIOError):
+        FileLock(path)
+    held[0].release()
 
 
 def test_two_jobs_of_one_process_do_not_share_a_folder(tmp_path):
@@ -194,7 +237,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         def full(_fd):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr(folder_module.os, "fsync", full)
+        monkeypatch.setattr(store_module.os, "fsync", full)
         with pytest.raises(UserError, match=r"can't write .*summary\.json: No space left on device"):
             folder.write_summary({"n": 2})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"n": 1}
@@ -218,6 +261,17 @@ def test_nothing_is_written_without_the_lock(tmp_path):
         folder.write_summary({})
 
 
+def test_what_a_killed_job_left_half_written_is_cleared_away(tmp_path):
+    """A temporary file for each kill, for ever; or the one that another shard is about to rename."""
+    for name in (".summary-s000of002.json.tmp-ab12", ".summary-s001of002.json.tmp-ab12", ".manifest.json.tmp-ab12"):
+        (tmp_path / name).write_text("{")
+    OutputFolder(str(tmp_path), 0, 2).create().release()
+    left = [name for name in names(tmp_path) if ".tmp-" in name]
+    assert left == [".manifest.json.tmp-ab12", ".summary-s001of002.json.tmp-ab12"]
+    OutputFolder(str(tmp_path)).create().release()
+    assert [name for name in names(tmp_path) if ".tmp-" in name] == [".summary-s001of002.json.tmp-ab12"]
+
+
 def test_a_file_system_that_cannot_flush_folders_is_used_all_the_same(tmp_path, monkeypatch):
     """fsync of a folder is EINVAL on some network file systems."""
     real = os.fsync
@@ -227,7 +281,7 @@ def test_a_file_system_that_cannot_flush_folders_is_used_all_the_same(tmp_path, 
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         real(fd)
 
-    monkeypatch.setattr(folder_module.os, "fsync", fsync)
+    monkeypatch.setattr(store_module.os, "fsync", fsync)
     with OutputFolder(str(tmp_path)) as folder:
         folder.write_summary({"n": 1})
     assert json.loads((tmp_path / "summary.json").read_text()) == {"n": 1}

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from ember.config import JobConfig
 from ember.data.columns import FIXED_COLUMNS, output_names
 from ember.data.reader import PromptReader, PromptRow
+from ember.data.store import LocalStore
+from ember.data.writer import PartWriter, completions_schema
 from ember.errors import UserError
 
 
@@ -117,7 +119,7 @@ def test_relative_path_is_shown_as_typed(tmp_path, monkeypatch):
     assert rows[1].where == "in/a.jsonl:2" and rows[1].error.startswith("broken JSON")
 
 
-@pytest.mark.parametrize("data", ["s3://bucket/a.jsonl", "https://host/a.jsonl", "-", "nowhere.jsonl", "no*.jsonl"])
+@pytest.mark.parametrize("data", ["nope://bucket/a.jsonl", "file:///no/a.jsonl", "-", "nowhere.jsonl", "no*.jsonl"])
 def test_what_cannot_be_found_is_one_line(tmp_path, monkeypatch, data):
     """A typo in `data` was a traceback."""
     monkeypatch.chdir(tmp_path)
@@ -359,6 +361,27 @@ def test_key_and_type_that_first_appear_late(tmp_path):
     assert rows[-1].columns == {"a": '{"n": 1}', "late": 2**40} and rows[0].columns == {"a": "1", "late": None}
 
 
+def test_drift_over_many_rows(tmp_path):
+    """Rows read so far had one type, those after row 1,000 another; the first bad line moved everything after it."""
+    rows_in: list = [{"prompt": f"p{i}", "n": i, "text": i} for i in range(2500)]
+    rows_in[1000] = b'{"prompt": "cut off'
+    rows_in[1001] = {"prompt": "p1001", "n": 0.5, "late": [1]}
+    rows_in[2400] = {"prompt": "p2400", "n": None, "text": "t", "late": "x"}
+    reader, rows = read(jsonl(tmp_path / "a.jsonl", *rows_in))
+    assert {field.name: str(field.type) for field in reader.schema} == {
+        "n": "double",
+        "text": "string",
+        "late": "string",
+    }
+    assert [row.row_index for row in rows if row.error] == [1000]
+    assert rows[1000].where.endswith("a.jsonl:1001")
+    assert all(row.prompt == f"p{i}" for i, row in enumerate(rows) if i != 1000)
+    plain = [i for i in range(2500) if i not in (1000, 1001, 2400)]
+    assert all(rows[i].columns == {"n": float(i), "text": str(i), "late": None} for i in plain)
+    assert rows[1001].columns == {"n": 0.5, "text": None, "late": "[1]"}
+    assert rows[2400].columns == {"n": None, "text": '"t"', "late": '"x"'}
+
+
 def test_keys_without_end_are_refused(tmp_path):
     """Rows keyed by data (a new key each) made a schema that ate the memory."""
     path = jsonl(tmp_path / "a.jsonl", *({"prompt": "x", **{f"k{i}-{j}": 1 for j in range(100)}} for i in range(101)))
@@ -389,6 +412,9 @@ def test_output_names_never_collide(names):
     assert len({name.lower() for name in outputs}) == len(outputs)
 
 
+DEEP = pa.struct({"m": pa.map_(pa.string(), pa.list_(pa.struct({"t": pa.timestamp("ns", "UTC")})))})
+
+
 def test_parquet_types_pass_unchanged(tmp_path):
     """Types without a JSON form came out as text, or lost nanoseconds and far years on the way through Python."""
     table = pa.table(
@@ -407,6 +433,22 @@ def test_parquet_types_pass_unchanged(tmp_path):
             "u64": pa.array([2**64 - 1, None], pa.uint64()),
             "f16": pa.array([1.5, None], pa.float16()),
             "large": pa.array(["t", None], pa.large_string()),
+            "fold_ns": pa.array([1698539400000000001, None], pa.timestamp("ns", "Europe/Berlin")),
+            "offset": pa.array([1, None], pa.timestamp("ms", "+05:30")),
+            "span_us": pa.array([-(2**62), None], pa.duration("us")),
+            "time32": pa.array([1, None], pa.time32("ms")),
+            "dec256": pa.array([decimal.Decimal("9" * 70 + ".123"), None], pa.decimal256(76, 3)),
+            "large_list": pa.array([["x", None], None], pa.large_list(pa.string())),
+            "view": pa.array([[1], None], pa.list_view(pa.int8())),
+            "large_view": pa.array([[{"a": 1}], None], pa.large_list_view(pa.struct({"a": pa.int8()}))),
+            "pair": pa.array([[1, 2], None], pa.list_(pa.int16(), 2)),
+            "fixed": pa.array([b"abc", None], pa.binary(3)),
+            "string_view": pa.array(["s", None], pa.string_view()),
+            "binary_view": pa.array([b"\xff", None], pa.binary_view()),
+            "large_binary": pa.array([b"\xff", None], pa.large_binary()),
+            "twice": pa.array([[("k", None), ("k", 1)], None], pa.map_(pa.string(), pa.int8())),
+            "deep": pa.array([{"m": [("k", [{"t": 5}])]}, None], DEEP),
+            "zero": pa.array([-0.0, float("inf")], pa.float32()),
         }
     )
     reader, rows = read(parquet(tmp_path / "a.parquet", table))
@@ -414,6 +456,15 @@ def test_parquet_types_pass_unchanged(tmp_path):
         assert field.type == table.schema.field(field.name).type
         got = pa.array([row.columns[field.name] for row in rows], type=field.type)
         assert got.equals(table[field.name].combine_chunks()), field.name
+    schema = completions_schema(reader.schema)
+    with PartWriter(LocalStore(tmp_path), schema, commit_every=9, commit_every_s=9, prefix="out-") as writer:
+        for row in rows:
+            writer.write({"row_index": row.row_index, **row.columns})
+    (path,) = tmp_path.glob("out-*")
+    written = pq.read_table(path).select(reader.schema.names)
+    assert written.schema.remove_metadata().equals(reader.schema)
+    for name in reader.schema.names:
+        assert written[name].combine_chunks().equals(table[name].combine_chunks()), name
 
 
 def test_dictionaries_are_decoded(tmp_path):

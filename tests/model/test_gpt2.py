@@ -61,7 +61,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("attention", ["reference", "batched"])
+@pytest.mark.parametrize("attention", ["reference", "batched", "cpu"])
 def test_logits_equal_transformers(variant, attention, tmp_path):
     """A forgotten bias, a wrong GELU, a missing scale or a turned matrix moves logits; a whole prompt and steps."""
     model = random_model(**VARIANTS[variant])
@@ -117,7 +117,7 @@ def hf_weights(model):
 
 
 @pytest.mark.parametrize("n_kv_head", [1, 2])
-@pytest.mark.parametrize("attention", ["reference", "batched"])
+@pytest.mark.parametrize("attention", ["reference", "batched", "cpu"])
 def test_grouped_queries_equal_repeated_heads(n_kv_head, attention):
     """GQA is multi-head attention whose K/V heads repeat in groups; shared out in another order, it is not."""
     model = random_model()
@@ -137,7 +137,7 @@ def test_grouped_queries_equal_repeated_heads(n_kv_head, attention):
     close(ember_logits(grouped, weights, IDS, [20, 1, 2], attention=attention), theirs[[19, 20, 22]])
 
 
-@pytest.mark.parametrize("attention", ["reference", "batched"])
+@pytest.mark.parametrize("attention", ["reference", "batched", "cpu"])
 def test_the_embedded_model_equals_transformers(attention):
     """The weights that everyone meets first, read from their float16 file."""
     model = transformers.GPT2LMHeadModel.from_pretrained(TINY, dtype=torch.float32).eval()

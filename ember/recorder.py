@@ -1,0 +1,184 @@
+"""The recording half of a job: finished rows and step statistics into parts, counts, error limits, bar and summary.
+
+Whoever computes the rows, the engine in this process or those of a cluster, hands them to this one place: what is
+durable and how a job ends does not depend on the runner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from ember.config import JobConfig
+from ember.core.stats import StepStats
+from ember.data.folder import OutputFolder
+from ember.data.formats import ParquetFormat, PartFormat, part_format
+from ember.data.output import RequestOutput
+from ember.data.reader import PromptRow
+from ember.data.settings_file import settings_text
+from ember.data.store import Store
+from ember.data.summary import JobStatus, JobSummary, SummaryBuilder, final_table
+from ember.data.work import Work
+from ember.data.writer import STEPS_SCHEMA, PartWriter, completions_schema, step_row
+from ember.entrypoints.plan import EnginePlan
+from ember.errors import UserError
+from ember.interrupt import Interrupts
+from ember.progress import ProgressBar
+
+
+class Recorder:
+    """Writes one attempt at a job.
+
+    Args:
+        folder: locked.
+        columns: the input columns that pass through.
+        counts: knows the rows of earlier attempts.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        plan: EnginePlan,
+        work: Work,
+        folder: OutputFolder,
+        columns: pa.Schema,
+        counts: SummaryBuilder,
+        interrupts: Interrupts,
+        run_id: str,
+    ) -> None:
+        self.config, self.plan, self.work, self.interrupts = config, plan, work, interrupts
+        self._folder, self._columns, self._counts, self._run_id = folder, columns, counts, run_id
+        self._num_sampled = 0
+        self._num_errors = 0
+        self._load_s = 0.0
+
+    def run(self, compute: Callable[[], bool], *, load_s: float) -> JobSummary:
+        """Record what `compute` hands over until it returns. Finished rows are always committed.
+
+        Args:
+            compute: calls `write` and `steps`; returns whether every row that was left is written.
+            load_s: seconds that loading took.
+        """
+        self._begin, self._load_s = time.perf_counter(), load_s
+        attempts = self._folder.attempts(self._run_id)
+        self._folder.write_config(settings_text(self.config))
+        self._folder.write_summary(attempts.started())
+        self._completions = self._writer(self._folder.completions, completions_schema(self._columns), self._format())
+        self._steps = self._writer(self._folder.steps, STEPS_SCHEMA, ParquetFormat())
+        num_rows = self.work.share.num_rows
+        self._bar = ProgressBar(num_rows, self.config.progress, initial_rows=self._counts.num_rows_done)
+        try:
+            with self._steps, self._completions:
+                complete = compute()
+        except BaseException:
+            with contextlib.suppress(UserError):  # the disk may be why it failed
+                failed = self._summary(JobStatus.FAILED)
+                failed.num_rows_done = failed.num_rows_before + self._completions.rows_committed
+                self._folder.write_summary(attempts.finished(failed))
+            raise
+        finally:
+            self._bar.close()
+        summary = self._summary(self._status(complete))
+        self._folder.write_summary(attempts.finished(summary))
+        with contextlib.suppress(BrokenPipeError):  # `ember ... | head`: the results are on the disk
+            print(final_table(summary, str(self._folder.path)), flush=True)
+        return summary
+
+    @property
+    def too_many_errors(self) -> bool:
+        """Whether this attempt met more bad rows than the job is to bear."""
+        most = 0 if self.config.on_error == "stop" else self.config.max_errors
+        return most is not None and self._num_errors > most
+
+    def write(self, row: PromptRow, output: RequestOutput) -> None:
+        """Take one finished row; of `row` all but its prompt and sampling is used."""
+        if output.error is not None:
+            self._num_errors += 1
+            output.error = f"{output.error_kind}: {row.where}: {output.error}"
+        self._completions.write(_completion_row(row, output))
+        self._counts.add_row(
+            finish_reason=output.finish_reason,
+            error=output.error,
+            num_prompt_tokens=len(output.prompt_token_ids),
+            num_output_tokens=len(output.token_ids),
+            row_index=row.row_index,
+            id=row.id,
+        )
+
+    def steps(self, engine: int, stats: Sequence[StepStats], num_sampled: int) -> None:
+        """Take the statistics of an engine's latest steps, in which it sampled that many tokens."""
+        self._num_sampled += num_sampled
+        for step in stats:
+            self._counts.add_step(step)
+            self._steps.write(step_row(self._run_id, engine, step))
+
+    def tick(self, stats: StepStats) -> None:
+        """Commit what is due and draw the bar; `stats` are of the latest step."""
+        self._completions.commit_if_due()
+        self._bar.update(self._counts.num_rows_done, self._num_sampled, stats)
+
+    def loaded(self) -> None:
+        """The engines are only ready now: what has passed counts as loading."""
+        now = time.perf_counter()
+        self._load_s, self._begin = self._load_s + now - self._begin, now
+
+    def _status(self, complete: bool) -> JobStatus:
+        if self.too_many_errors:
+            return JobStatus.FAILED
+        return JobStatus.FINISHED if complete else JobStatus.INTERRUPTED
+
+    def _format(self) -> PartFormat:
+        return part_format(self.config.output_format, model=self.plan.folder.name, created=int(time.time()))
+
+    def _writer(self, folder: Store, schema: pa.Schema, form: PartFormat) -> PartWriter:
+        every, every_s, prefix = self.config.commit_every, self.config.commit_every_s, self._folder.part_prefix
+        return PartWriter(folder, schema, form=form, commit_every=every, commit_every_s=every_s, prefix=prefix)
+
+    def _summary(self, status: JobStatus) -> JobSummary:
+        plan = self.plan
+        return self._counts.build(
+            status=status,
+            run_id=self._run_id,
+            num_rows_total=self.work.share.num_rows,
+            duration_s=time.perf_counter() - self._begin,
+            load_s=self._load_s,
+            block_size=self.config.block_size,
+            signum=self.interrupts.signum,
+            settings={
+                "model": plan.folder.name,
+                "device": str(plan.device),
+                "dtype": plan.dtype_name,
+                "attention": plan.attention,
+                "scheduler": self.config.scheduler,
+                "pool_size": self.config.pool_size,
+                **({} if self.config.runner == "local" else {"runner": self.config.runner}),
+            },
+        )
+
+
+def _completion_row(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
+    return {
+        "row_index": row.row_index,
+        "id": row.id,
+        "sample_index": output.sample_index,
+        "prompt": output.prompt,
+        "completion": output.text,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
+        "error": output.error,
+        "seed": output.seed,
+        "num_prompt_tokens": len(output.prompt_token_ids),
+        "num_output_tokens": len(output.token_ids),
+        "num_cached_tokens": output.num_cached_tokens,
+        "num_preemptions": output.num_preemptions,
+        "queue_s": output.queue_s,
+        "ttft_s": output.ttft_s,
+        "latency_s": output.latency_s,
+        **row.columns,
+    }

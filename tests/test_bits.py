@@ -1,0 +1,91 @@
+"""The CPU path promises more than equal tokens: the same bits of every logit, whatever the settings."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ember import LLM, SamplingParams
+from ember.core.batch import ScheduledSequence
+from ember.model.linear import Linear, can_pack
+from tests.fakes import prompts_of_many_lengths
+
+OUTPUT_TOKENS = 6
+BASE = {"block_size": 16, "scheduler": "prefill_first", "max_num_batched_tokens": 2048, "pool_size": "8192tok"}
+
+
+def logits_of(prompts: list[list[int]], **settings: object) -> dict[tuple[int, int], torch.Tensor]:
+    """Logits of every sampled position, by (prompt, position)."""
+    llm = LLM(**{**BASE, **settings})
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    execute = llm.engine.runner.execute
+
+    def recording(scheduled: list[ScheduledSequence]) -> torch.Tensor:
+        logits = execute(scheduled)
+        rows = [s.sequence for s in scheduled if s.samples]
+        for row, sequence in zip(logits, rows, strict=True):
+            seen[sequence.request_id, sequence.num_tokens] = row.clone()
+        return logits
+
+    llm.engine.runner.execute = recording  # type: ignore[method-assign]
+    llm.generate(prompts, SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    return prompts_of_many_lengths()
+
+
+@pytest.fixture(scope="module")
+def expected(prompts: list[list[int]]) -> dict[tuple[int, int], torch.Tensor]:
+    return logits_of(prompts)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"block_size": 1},
+        {"block_size": 3},
+        {"block_size": 7},
+        {"block_size": 64},
+        {"block_size": 1000, "pool_size": "16000tok"},
+        {"max_num_batched_tokens": 7, "scheduler": "mixed"},
+        {"max_num_batched_tokens": 64},
+        {"max_num_seqs": 1},
+        {"max_num_seqs": 3, "scheduler": "static"},
+        {"pool_size": "520tok"},
+    ],
+    ids=str,
+)
+def test_no_setting_changes_a_bit(prompts, expected, settings):
+    """A sum whose order follows the batch, the chunk or the block: greedy ties and sampled draws would flip."""
+    found = logits_of(prompts, **settings)
+    assert found.keys() == expected.keys()
+    different = [key for key, logits in found.items() if not torch.equal(logits, expected[key])]
+    assert not different
+
+
+def test_threads_do_not_change_a_bit(prompts, expected):
+    """A laptop and a server must make the same rows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3 - min(before, 2))
+    try:
+        found = logits_of(prompts)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(logits, expected[key]) for key, logits in found.items())
+
+
+@pytest.mark.parametrize("shape", [(576, 192), (768, 192), (192, 768), (4096, 192), (37, 24), (2304, 768)], ids=str)
+@pytest.mark.parametrize("activation", ["none", "gelu_new", "gelu", "relu"])
+def test_a_packed_row_has_the_same_bits_at_every_height(shape, activation):
+    """oneDNN picking another kernel for a low matrix."""
+    rng = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(shape, generator=rng) * 0.05, torch.randn(shape[0], generator=rng)
+    assert can_pack(weight)
+    layer, x = Linear(weight, bias, activation), torch.randn(300, shape[1], generator=rng)
+    whole = layer(x)
+    for height in (1, 2, 3, 5, 8, 16, 31, 64, 128, 255):
+        assert torch.equal(layer(x[:height].clone()), whole[:height])
+    assert torch.equal(layer(x[200:203].clone()), whole[200:203])
