@@ -170,7 +170,7 @@ def store(k: Any, v: Any, slots: Any, keys: Any, values: Any) -> None:
 
 def warm_up(num_threads: int) -> None:
     """Compile, or load what an earlier process compiled; numba then uses as many threads as torch."""
-    numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined])
+    numba.set_num_threads(min(num_threads, numba.get_num_threads()))
     x = np.zeros((1, 1, 8), np.float32)
     keys, values = np.zeros((1, 1, 8, 4), np.float32), np.zeros((1, 1, 4, 8), np.float32)
     store(x, x, np.zeros(1, np.int64), keys, values)

@@ -28,7 +28,7 @@ _EPILOGUES = {"none": ("none", ""), "gelu_new": ("gelu", "tanh"), "gelu": ("gelu
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether this PyTorch and device have the packed linear."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch._C.has_mkldnn:
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch._C._has_mkldnn:
         return False
     return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
 

@@ -32,25 +32,7 @@ from ember.job import run_job
 from ember.sampling_params import SamplingParams
 
 FAULTS = ("before_write", "half_written", "before_rename", "after_rename")
-WORDS = [
-    "the",
-    "people",
-    "of",
-    "the",
-    "United",
-    "States",
-    "and",
-    "the",
-    "Congress",
-    "have",
-    "been",
-    "in",
-    "the",
-    "course",
-    "of",
-    "the",
-    "war",
-]
+WORDS = ["the", "people", "of", "the", "United", "States", "and", "Congress", "in", "the", "course", "of", "the", "war"]
 
 
 @dataclass
