@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ember.threads import sleep_when_idle
+
 if TYPE_CHECKING:
     from ember.data.output import RequestOutput
     from ember.entrypoints.llm import LLM
@@ -22,6 +24,7 @@ def __getattr__(name: str) -> Any:
     }
     if name not in homes:
         raise AttributeError(f"module 'ember' has no attribute {name!r}")
+    sleep_when_idle()
     return getattr(import_module(homes[name]), name)
 
 

@@ -19,8 +19,12 @@ from ember.launch.places import CONFIG_DIR, shipped
 from ember.launch.plugins import register
 from ember.launch.settings import job_config
 from ember.launch.slot import JobSlot
+from ember.threads import sleep_when_idle
 
 register()
+
+REQUEUES = "SUBMITIT_FOLDER"
+"""Set in the process of a single job that submitit runs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -66,10 +70,13 @@ def _run(cfg: DictConfig, slot: JobSlot) -> Outcome:
     try:
         config = job_config(cfg, slot.overrides)
         config.output = slot.results(config.output)
+        sleep_when_idle()
         from ember.job import run_job
 
         summary = run_job(config)
     except SystemExit as end:
+        if REQUEUES in os.environ:
+            raise  # the job's time is over; it is queued again and goes on in a process of its own
         return Outcome(exit_code=_exit_code(end))
     except (Exception, KeyboardInterrupt) as error:
         return Outcome(exit_code=report(error, slot.overrides))

@@ -18,6 +18,7 @@ MODULES = {
 LEVELS = {
     "ember": 0,
     "ember.errors": 0,
+    "ember.threads": 0,
     "ember.sampling_params": 1,
     "ember.config": 2,
     "ember.cache": 3,

@@ -19,6 +19,14 @@ from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
 from ember.launch.places import job_folders, job_names, override_key
 
 _QUOTING = "cannot be read as it stands; a value with , = [ ] ( ) { } % # : ~ or letters beyond ASCII needs quotes"
+_LAUNCHERS = {
+    "joblib": "joblib",
+    "submitit_slurm": "slurm",
+    "submitit_local": "slurm",
+    "slurm": "slurm",
+    "ray": "ray-launcher",
+}
+"""The extra that brings each launcher."""
 _IN_FILE = re.compile(r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: (?P<key>.*)")
 
 
@@ -78,6 +86,8 @@ def _missing(error: MissingConfigException, overrides: Sequence[str]) -> str:
     if error.options is not None:
         return _no_such_choice(name, error.options, overrides)
     where = re.match(r"In '(.*?)'", str(error))
+    if name.startswith("hydra/launcher/"):
+        return _no_such_launcher(name.removeprefix("hydra/launcher/"))
     shipped = f"there are: {', '.join(job_names(job_folders()))}; other folders: -cd FOLDER -cn NAME"
     return f"{where[1]}.yaml: no config {name} to build on" if where else f"no job named {name} ({shipped})"
 
@@ -87,10 +97,17 @@ def _no_such_choice(name: str, options: Sequence[str], overrides: Sequence[str])
     groups = [override_key(o) for o in overrides if "=" in o]
     group = next((g for g in groups if name.startswith(f"{g}/")), name.rpartition("/")[0])
     choice = name.removeprefix(f"{group}/")
+    if group == "hydra/launcher" and choice in _LAUNCHERS:
+        return _no_such_launcher(choice)
     line = f"{group}={choice}: no such choice (there are: {', '.join(sorted(options))})"
     if group == "model":
         return f"{line}; a folder or Hub repo is model.path={choice}"
     return line
+
+
+def _no_such_launcher(name: str) -> str:
+    extra = _LAUNCHERS.get(name, name)
+    return f"hydra/launcher={name}: this launcher is not installed: pip install 'ember-batch[{extra}]'"
 
 
 def _composition(error: ConfigCompositionException, overrides: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import uuid
 from dataclasses import dataclass, field, replace
@@ -70,6 +71,7 @@ class EngineSpec:
         if self.version != ember.__version__:
             raise UserError(f"a worker has ember {ember.__version__}, the job {self.version}; install the same")
         torch.set_num_threads(self.num_threads)
+        os.environ["NUMBA_NUM_THREADS"] = str(self.num_threads)  # its own setter speaks for one thread only
         config = copy.deepcopy(self.config)
         if Path(self.folder).is_dir():
             config.model = ModelConfig(path=self.folder)
