@@ -74,9 +74,10 @@ class Recorder:
         try:
             with self._steps, self._completions:
                 complete = compute()
-        except BaseException:
+        except BaseException as error:
+            status = JobStatus.FAILED if isinstance(error, Exception) else JobStatus.INTERRUPTED
             with contextlib.suppress(UserError):  # the disk may be why it failed
-                failed = self._summary(JobStatus.FAILED)
+                failed = self._summary(status)
                 failed.num_rows_done = failed.num_rows_before + self._completions.rows_committed
                 self._folder.write_summary(attempts.finished(failed))
             raise

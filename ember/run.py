@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,7 +16,7 @@ import ember
 from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
 from ember.launch.messages import report
-from ember.launch.outcome import BUG, CLEAN, Outcome
+from ember.launch.outcome import BUG, CLEAN, TERMINATED, Outcome
 from ember.launch.places import CONFIG_DIR, shipped
 from ember.launch.plugins import register
 from ember.launch.settings import job_config
@@ -36,14 +38,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.help or arguments.version:
         print(HELP if arguments.help else f"ember {ember.__version__}")
         return CLEAN
-    with _for_hydra(arguments):
+    with _for_hydra(arguments), _terminable():
         return _start(arguments)
 
 
 def task(cfg: DictConfig) -> float:
     """One job; returns output tokens a second, for sweepers that optimise (NaN: none).
 
-    It never raises: an exception would end the whole sweep. The exit code goes into the job's folder.
+    It never raises, as an exception would end the whole sweep, but lets a job go that its queue takes back. The exit
+    code goes into the job's folder.
     """
     slot = JobSlot.current()
     stopped = slot.stopped()
@@ -104,6 +107,23 @@ def _for_hydra(arguments: Arguments) -> Iterator[None]:
             os.environ.pop(key, None)
             if value is not None:
                 os.environ[key] = value
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM between jobs ends a sweep in order; by default a launcher's processes would outlive this one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(*_: object) -> None:
+        raise SystemExit(TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

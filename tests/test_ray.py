@@ -43,14 +43,15 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+def sampling(i):
+    return {"max_tokens": 4 + (i * 7) % 60, "temperature": 0.8 * (i % 2)}
+
+
 @pytest.fixture
 def prompts(tmp_path, monkeypatch):
     """Rows of very different lengths, two of which can't run."""
     monkeypatch.chdir(tmp_path)
-    rows = [
-        {"id": f"r{i}", "prompt": f"Call me {i}", "price": i / 4, "sampling": {"max_tokens": 4 + (i * 7) % 60}}
-        for i in range(NUM_ROWS)
-    ]
+    rows = [{"id": f"r{i}", "prompt": f"Call me {i}", "price": i / 4, "sampling": sampling(i)} for i in range(NUM_ROWS)]
     rows[5]["sampling"] = {"top_p": 7}
     rows[11]["prompt"] = ""
     Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -23,10 +23,10 @@ class CpuAttention:
     """float32 only. Compiled on first use (and kept on the disk for the next process)."""
 
     def __init__(self) -> None:
-        begin = time.perf_counter()
         from ember.attention import cpu_kernel
 
         self._kernel = cpu_kernel
+        begin = time.perf_counter()
         cpu_kernel.warm_up(torch.get_num_threads())
         seconds = time.perf_counter() - begin
         if seconds > 3:
