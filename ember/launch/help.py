@@ -7,6 +7,9 @@ ember runs a language model over a file of prompts and writes completions and st
   ember -cn JOB KEY=VALUE ... run a job file: quickstart, dataset, cache_sweep, continuous_vs_static, or your own
                               in ./jobs; in another folder: -cd FOLDER -cn JOB
   ember -m KEY=A,B,C ...      run a job for every value
+  ember resume=OUTPUT         go on with the job of an output folder
+  ember export OUTPUT --to rows.jsonl
+                              one file in input order (.jsonl, .parquet, .csv)
   ember version
 
 Examples:
