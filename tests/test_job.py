@@ -1,0 +1,94 @@
+"""The job from the outside: it streams, it stops when told to, and it goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pyarrow.dataset as ds
+import pytest
+
+from ember.config import JobConfig
+from ember.job import run_job
+from ember.sampling_params import SamplingParams
+
+NUM_SEQS = 16
+
+
+def write_rows(path: Path, first: int, count: int, longest: int = 24) -> None:
+    """Rows of mixed lengths, each with its own max_tokens."""
+    rng = random.Random(first)
+    with path.open("w") as file:
+        for i in range(first, first + count):
+            row = {"id": i, "prompt": "the people " * rng.randint(1, 12), "n_out": rng.randint(1, longest)}
+            file.write(json.dumps(row) + "\n")
+
+
+def completions(output: Path) -> dict[int, tuple[str, list[int]]]:
+    rows = ds.dataset(output / "completions").to_table(["row_index", "completion", "token_ids"]).to_pylist()
+    assert len({row["row_index"] for row in rows}) == len(rows)
+    return {row["row_index"]: (row["completion"], row["token_ids"]) for row in rows}
+
+
+def streaming_job(tmp_path: Path, **changes: object) -> JobConfig:
+    settings = {
+        "data": str(tmp_path / "in"),
+        "output": str(tmp_path / "out"),
+        "sampling": SamplingParams(ignore_eos=True),
+        "sampling_columns": {"max_tokens": "n_out"},
+        "max_num_seqs": NUM_SEQS,
+        "commit_every": 50,
+        "progress": False,
+    }
+    return JobConfig(**{**settings, **changes})
+
+
+@pytest.mark.parametrize("scheduler", ["prefill_first", "mixed"])
+def test_the_batch_stays_full_while_input_remains(tmp_path, scheduler):
+    """Reading a chunk and draining it: the batch would run empty at the end of each file or output part."""
+    (tmp_path / "in").mkdir()
+    for part in range(3):
+        write_rows(tmp_path / "in" / f"{part}.jsonl", part * 200, 200)
+    run_job(streaming_job(tmp_path, scheduler=scheduler))
+    assert len(completions(tmp_path / "out")) == 600
+    assert len(list((tmp_path / "out" / "completions").glob("part-*.parquet"))) > 3
+    steps = ds.dataset(tmp_path / "out" / "steps").to_table().to_pylist()
+    running = [step["num_running"] for step in sorted(steps, key=lambda step: step["step"])]
+    finished = [step["num_finished"] for step in sorted(steps, key=lambda step: step["step"])]
+    assert sum(finished) == 600
+    left, full = 600, running.index(NUM_SEQS)
+    for step, (now, done) in enumerate(zip(running, finished, strict=True)):
+        if step >= full and left >= NUM_SEQS:
+            assert now == NUM_SEQS, f"step {step}: {now} running, {left} rows left"
+        left -= done
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_in_order_and_the_same_command_goes_on(tmp_path, number, code):
+    """Rows that were finished lost at Ctrl-C, or rows in flight written half done."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "a.jsonl", 0, 150, longest=80)
+    expected = tmp_path / "expected"
+    run_job(streaming_job(tmp_path, output=str(expected)))
+    words = ["data=in", "output=out", "sampling.ignore_eos=true", "sampling_columns={max_tokens: n_out}"]
+    words += ["max_num_seqs=8", "grace_s=0.2", "progress=false", "commit_every=10"]
+    command = [sys.executable, "-m", "ember.run", *words]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    waited = time.monotonic() + 60
+    while not list((tmp_path / "out").glob("completions/part-*.parquet")) and time.monotonic() < waited:
+        time.sleep(0.02)
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == code, said
+    done = completions(tmp_path / "out")
+    assert 0 < len(done) < 150
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert again.returncode == 0, again.stderr
+    assert completions(tmp_path / "out") == completions(expected)
+    once_more = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert once_more.returncode == 0 and "nothing to do" in once_more.stdout
