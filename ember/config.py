@@ -200,7 +200,7 @@ def _at_least(key: str, value: int, low: int) -> None:
 def _check_shard(shard: int | None, num_shards: int) -> None:
     _at_least("num_shards", num_shards, 1)
     if shard is None and num_shards > 1:
-        raise ConfigError("num_shards", num_shards, "needs shard=0 .. num_shards-1 too (-m 'shard=range(8)' runs all)")
+        raise ConfigError("num_shards", num_shards, f"needs shard too (-m 'shard=range({num_shards})' runs all)")
     if shard is not None and not 0 <= shard < num_shards:
         raise ConfigError("shard", shard, f"must be a whole number in 0 .. num_shards-1 = {num_shards - 1}")
 

@@ -7,6 +7,7 @@ durable and how a job ends does not depend on the runner.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -86,6 +87,11 @@ class Recorder:
         summary = self._summary(self._status(complete))
         self._folder.write_summary(attempts.finished(summary))
         with contextlib.suppress(BrokenPipeError):  # `ember ... | head`: the results are on the disk
+            if self.too_many_errors:
+                print(
+                    f"ended by {_error_limit(self.config)}: {self._num_errors} error rows in this attempt",
+                    file=sys.stderr,
+                )
             print(final_table(summary, str(self._folder.path)), flush=True)
         return summary
 
@@ -183,3 +189,7 @@ def _completion_row(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
         "latency_s": output.latency_s,
         **row.columns,
     }
+
+
+def _error_limit(config: JobConfig) -> str:
+    return "on_error=stop" if config.on_error == "stop" else f"max_errors={config.max_errors}"

@@ -13,6 +13,7 @@ import hydra
 from omegaconf import DictConfig
 
 import ember
+from ember.errors import UserError
 from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
 from ember.launch.messages import report
@@ -64,6 +65,9 @@ def _start(arguments: Arguments) -> int:
         hydra.main(config_path=str(shipped("conf")), config_name="config", version_base="1.3")(task)()
     except SystemExit as end:
         return _exit_code(end)
+    except OSError as error:  # Hydra's: a job's own errors end in its outcome
+        where = f"can't write {error.filename}: {error.strerror}" if error.filename else str(error)
+        return report(UserError(f"{where}; start in a folder that can be written, or set hydra.run.dir=FOLDER"))
     except (Exception, KeyboardInterrupt) as error:
         return report(error, arguments.overrides)
     return CLEAN

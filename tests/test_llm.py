@@ -350,3 +350,16 @@ def test_a_model_folder_or_preset_name():
     """The same model by its preset's name and by its folder."""
     for name in ("tiny", str(TINY)):
         assert one(LLM(name, device="cpu", dtype="float32", pool_size="512tok")).token_ids == GREEDY[:8]
+
+
+def test_prompts_may_come_from_a_generator(llm):
+    """A look at the first prompt that takes it away."""
+    outs = llm.generate((prompt for prompt in [PROMPT, "Call me", PROMPT]), greedy(8))
+    assert [out.prompt for out in outs] == [PROMPT, "Call me", PROMPT]
+    with pytest.raises(UserError, match="prompts must be"):
+        llm.generate(None, greedy(8))
+
+
+def test_a_model_folder_may_be_a_path():
+    """`LLM(Path("models/mine"))` ending in an AttributeError."""
+    assert LLM(TINY, pool_size="512tok").plan.network.vocab_size == 4096

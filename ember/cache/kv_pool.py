@@ -74,13 +74,16 @@ class KVPool:
         ]
 
 
-def num_blocks_for(pool_size: str, shape: KVShape, *, max_model_len: int, max_num_seqs: int, free_bytes: int) -> int:
+def num_blocks_for(
+    pool_size: str, shape: KVShape, *, max_model_len: int, max_num_seqs: int, free_bytes: int, total_bytes: int
+) -> int:
     """Blocks in the pool: as asked for, or for `auto` what `max_num_seqs` full sequences need within `free_bytes`.
 
     Tokens and bytes are rounded down to whole blocks.
 
     Raises:
-        UserError: the pool can't hold one sequence of `max_model_len` tokens, so some row could wait for ever.
+        UserError: the pool can't hold one sequence of `max_model_len` tokens, so some row could wait for ever; or it
+            is larger than the device's whole memory.
     """
     size = PoolSize.parse(pool_size)
     needed = -(-max_model_len // shape.block_size)
@@ -97,5 +100,10 @@ def num_blocks_for(pool_size: str, shape: KVShape, *, max_model_len: int, max_nu
             f"pool_size={pool_size}: {blocks} blocks of block_size={shape.block_size} hold "
             f"{blocks * shape.block_size} tokens, but one sequence of max_model_len={max_model_len} tokens needs "
             f"{needed} blocks; set pool_size={needed} or more, or a smaller max_model_len"
+        )
+    if blocks * shape.bytes_per_block > total_bytes:
+        raise UserError(
+            f"pool_size={pool_size}: {blocks} blocks take {blocks * shape.bytes_per_block:,} bytes, but the device has "
+            f"{total_bytes:,}; set a smaller pool_size, or auto"
         )
     return blocks

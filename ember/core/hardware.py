@@ -46,6 +46,13 @@ def pool_bytes(device: torch.device) -> int:
     return int(_available_bytes() * POOL_SHARE_CPU)
 
 
+def total_bytes(device: torch.device) -> int:
+    """Bytes of memory that the device has in all."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _available_bytes() -> int:
     """What the system can give without swapping, within the control group's limit."""
     available = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -38,7 +40,8 @@ class LLM:
         UserError: a wrong setting or a model that can't be loaded; one line that names the remedy.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        model = None if model is None else os.fspath(model)
         if model is None:
             chosen = ModelConfig()
         else:
@@ -189,9 +192,14 @@ def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str) or (prompts and all(isinstance(p, int) for p in prompts)):
+    if isinstance(prompts, str):
         return [prompts]
-    return list(prompts)
+    if not isinstance(prompts, Iterable):
+        raise UserError(
+            f"prompts must be a string or a list of strings or token-id lists, not {type(prompts).__name__}"
+        )
+    items = list(prompts)
+    return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
 def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:

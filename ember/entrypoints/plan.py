@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ember.attention.base import resolve_attention
 from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig
-from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype
+from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.errors import ConfigError, UserError
 from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
@@ -58,6 +58,7 @@ class EnginePlan:
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             free_bytes=pool_bytes(device),
+            total_bytes=total_bytes(device),
         )
         tokenizer = Tokenizer.from_folder(folder.path)
         if tokenizer.vocab_size > network.vocab_size:

@@ -6,6 +6,7 @@ fetched. A preset's pinned revision belongs to the preset: a path brings its own
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,7 @@ def _download(repo: str, revision: str | None) -> Path:
     """The repo's files in Hugging Face's cache; asks the network only for what is not there."""
     import huggingface_hub
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, at length; the reason comes below
     try:
         folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(NEEDED_FILES))
     except Exception as error:

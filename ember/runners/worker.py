@@ -16,7 +16,7 @@ import torch
 import ember
 from ember.cache.kv_pool import num_blocks_for
 from ember.config import JobConfig, ModelConfig
-from ember.core.hardware import pool_bytes
+from ember.core.hardware import pool_bytes, total_bytes
 from ember.core.stats import StepStats
 from ember.data.output import RequestOutput
 from ember.data.reader import PromptRow
@@ -87,6 +87,7 @@ class EngineSpec:
             max_model_len=plan.max_model_len,
             max_num_seqs=self.config.max_num_seqs,
             free_bytes=pool_bytes(plan.device) // self.num_sharing,
+            total_bytes=total_bytes(plan.device),
         )
 
 

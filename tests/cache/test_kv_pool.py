@@ -14,9 +14,14 @@ def shape(block_size=4, dtype=torch.float32):
     return KVShape(n_layer=2, n_kv_head=3, head_dim=5, block_size=block_size, dtype=dtype)
 
 
-def count(pool_size, *, block_size=4, max_model_len=16, max_num_seqs=4, free_bytes=10**9):
+def count(pool_size, *, block_size=4, max_model_len=16, max_num_seqs=4, free_bytes=10**9, total_bytes=10**10):
     return num_blocks_for(
-        pool_size, shape(block_size), max_model_len=max_model_len, max_num_seqs=max_num_seqs, free_bytes=free_bytes
+        pool_size,
+        shape(block_size),
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
     )
 
 
@@ -95,3 +100,10 @@ def test_a_partly_filled_last_block_counts_whole():
     assert count("5", max_model_len=17) == 5
     with pytest.raises(UserError):
         count("4", max_model_len=17)
+
+
+@pytest.mark.parametrize("pool_size", ["100GiB", "99999999999999tok", "9999999999999999999999"])
+def test_a_pool_beyond_the_memory_is_one_line(pool_size):
+    """The allocator's own traceback, after the model was loaded."""
+    with pytest.raises(UserError, match="set a smaller pool_size"):
+        count(pool_size)
