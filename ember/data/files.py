@@ -6,8 +6,10 @@ import fnmatch
 import glob
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from ember.data.file_kinds import READABLE, data_error, is_jsonl, is_parquet, shown_path
+from ember.data.own_files import OwnFiles
 from ember.data.remote import RemoteFile, is_remote, listed
 
 
@@ -16,13 +18,16 @@ def resolve_files(data: list[str]) -> tuple[list[str], list[str]]:
 
     A path that exists is taken literally, whatever characters it has; only then is it a glob (`**` crosses folders).
     Folders are read with all their sub-folders. In folders and globs, hidden files, names that start with `_` and
-    unknown endings are passed over. A file that is named twice, also through a link, is read once, with a warning.
+    unknown endings are passed over, and so are results of ember (see OwnFiles), with a warning. A file that is named
+    twice, also through a link, is read once, with a warning.
     All of this holds for URLs too, where what answers them can list.
 
     Raises:
         UserError: an entry that leads to no readable file, or stdin, which a job makes a file of first.
     """
-    found = sorted((path for entry in data for path in _expand(entry)), key=_place)
+    expanded = [_expand(entry) for entry in data]
+    found = sorted((path for paths, _ in expanded for path in paths), key=_place)
+    warnings = [f"data: {note}" for _, notes in expanded for note in notes]
     unique: dict[str, str] = {}
     repeated = []
     for path in found:
@@ -31,8 +36,9 @@ def resolve_files(data: list[str]) -> tuple[list[str], list[str]]:
             repeated.append(path)
         unique.setdefault(real, path)
     if not repeated:
-        return found, []
-    return list(unique.values()), [f"data: {shown_path(repeated[0])} is named {_times(repeated)}; it is read once"]
+        return found, warnings
+    warnings.append(f"data: {shown_path(repeated[0])} is named {_times(repeated)}; it is read once")
+    return list(unique.values()), warnings
 
 
 def _place(path: str) -> tuple[bool, str]:
@@ -45,17 +51,23 @@ def _times(repeated: list[str]) -> str:
     return f"more than once (so are {more} others)" if more else "more than once"
 
 
-def _expand(entry: str) -> list[str]:
+def _expand(entry: str) -> tuple[list[str], list[str]]:
+    """The files of one entry, and notes on what was passed over."""
     if is_remote(entry):
         return listed(entry)
     if entry == "-":
         raise data_error(entry, "stdin can't be read here; write the rows to a .jsonl file (a file called - is ./-)")
     path = entry if os.path.lexists(entry) else os.path.expanduser(entry)
-    if os.path.isdir(path):
-        return _folder(path)
-    if os.path.lexists(path):
-        return [_file(path)]
-    return _glob(path)
+    own = OwnFiles(lambda file: Path(file).read_bytes())
+    try:
+        if os.path.isdir(path):
+            return _folder(path, own), own.notes
+        if os.path.lexists(path):
+            return [_file(path)], []
+        return _glob(path, own), own.notes
+    except OSError as error:
+        where = error.filename or path
+        raise data_error(path, f"{where} can't be read ({error.strerror}); check its permissions") from error
 
 
 def _file(path: str) -> str:
@@ -68,17 +80,14 @@ def _file(path: str) -> str:
     return path
 
 
-def _folder(path: str) -> list[str]:
-    try:
-        files = list(_walk(path, set()))
-    except OSError as error:
-        raise data_error(path, f"the folder can't be read ({error.strerror}); check its permissions") from error
+def _folder(path: str, own: OwnFiles) -> list[str]:
+    files = list(_walk(path, set(), own))
     if not files:
-        raise data_error(path, f"the folder holds no file to read; {READABLE}")
+        raise data_error(path, "; ".join(["the folder holds no file to read", *(own.notes or [READABLE])]))
     return files
 
 
-def _walk(folder: str, seen: set[str]) -> Iterator[str]:
+def _walk(folder: str, seen: set[str], own: OwnFiles) -> Iterator[str]:
     """Readable files below `folder`; links to folders are followed, each real folder once."""
     real = os.path.realpath(folder)
     if real in seen:
@@ -86,23 +95,25 @@ def _walk(folder: str, seen: set[str]) -> Iterator[str]:
     seen.add(real)
     for name in sorted(os.listdir(folder)):
         path = os.path.join(folder, name)
-        if name.startswith((".", "_")):
+        if name.startswith((".", "_")) or own.has(folder, name):
             continue
         if os.path.isdir(path):
-            yield from _walk(path, seen)
+            yield from _walk(path, seen, own)
         elif os.path.isfile(path) and (is_parquet(path) or is_jsonl(path)):
             yield path
 
 
-def _glob(pattern: str) -> list[str]:
+def _glob(pattern: str, own: OwnFiles) -> list[str]:
     if not glob.has_magic(pattern):
         raise data_error(pattern, "no such file or folder; check the path (it is relative to the current folder)")
-    matches = [path for path in glob.glob(pattern, recursive=True) if _wanted(path, pattern)]
+    found = [path for path in glob.glob(pattern, recursive=True) if _wanted(path, pattern)]
     files: dict[str, None] = {}
-    for path in matches:
-        files.update(dict.fromkeys(_walk(path, set()) if os.path.isdir(path) else [path]))
+    for path in found:
+        if not own.on_the_way(path, pattern):
+            files.update(dict.fromkeys(_walk(path, set(), own) if os.path.isdir(path) else [path]))
     if not files:
-        raise data_error(pattern, f"the glob matches no file to read; check the pattern ({READABLE})")
+        more = own.notes or [f"check the pattern ({READABLE})"]
+        raise data_error(pattern, "; ".join(["the glob matches no file to read", *more]))
     return list(files)
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ember.data.file_kinds import READABLE, data_error, is_jsonl, is_parquet
+from ember.data.own_files import OwnFiles, fixed_part
 from ember.data.text import redacted, without_credentials
 
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs", "http": "http", "https": "http"}
@@ -120,8 +121,8 @@ class RemoteFile:
         return io.BufferedReader(copy.detach(), 1 << 20)
 
 
-def listed(url: str) -> list[str]:
-    """The files that a URL stands for: itself, or what its folder or glob holds, as far as it can be listed.
+def listed(url: str) -> tuple[list[str], list[str]]:
+    """The files that a URL stands for, itself or what its folder or glob holds, and notes on what was passed over.
 
     Raises:
         UserError: there is none, it can't be reached, or can't be listed.
@@ -129,41 +130,46 @@ def listed(url: str) -> list[str]:
     system, path = _filesystem(url)
     if _is_chain(url):
         RemoteFile(url).check()
-        return [url]
+        return [url], []
     if _is_glob(url):
-        return _matches(url, system, path)
+        return _readable(url, system, _matches(url, system, path), path, "the glob matches")
     if is_parquet(url) or is_jsonl(url):
         RemoteFile(url).check()
-        return [url]
+        return [url], []
     with _translated(url):
         files = system.find(path)
-    found = [name for name in sorted(files) if name.rstrip("/") != path.rstrip("/")]
+    folder = path.rstrip("/")
+    found = [name for name in sorted(files) if name.rstrip("/") != folder]
     if not found:
         raise data_error(url, f"no such file or folder, or one with an unknown ending; {READABLE}")
-    return _readable(url, found, len(path.rstrip("/")), "the folder holds")
+    return _readable(url, system, found, f"{folder}/", "the folder holds")
 
 
-def _matches(url: str, system: Any, path: str) -> list[str]:
+def _matches(url: str, system: Any, pattern: str) -> list[str]:
     """A glob's files, and all files in the folders that it matches."""
     with _translated(url):
         found: set[str] = set()
-        for name, info in system.glob(path, detail=True).items():
+        for name, info in system.glob(pattern, detail=True).items():
             found.update(system.find(name) if info["type"] == "directory" else [name])
-    fixed = re.split(r"[*?\[]", path, maxsplit=1)[0].rpartition("/")[0]
-    return _readable(url, sorted(found), len(fixed), "the glob matches")
+    return sorted(found)
 
 
-def _readable(url: str, names: list[str], base: int, what: str) -> list[str]:
-    """Those with a known ending and no part after the first `base` characters that starts with `.` or `_`."""
-    scheme = _scheme(url)
+def _readable(url: str, system: Any, names: list[str], pattern: str, what: str) -> tuple[list[str], list[str]]:
+    """Those with a known ending that are neither results of ember nor below a part that starts with `.` or `_`."""
+    scheme, fixed = f"{_scheme(url)}://", len(fixed_part(pattern))
+    own = OwnFiles(system.cat_file, "" if names and "://" in names[0] else scheme)
     kept = []
     for name in names:
-        hidden = any(part.startswith((".", "_")) for part in name[base:].split("/"))
-        if not hidden and (is_parquet(name) or is_jsonl(name)):
-            kept.append(name if "://" in name else f"{scheme}://{name}")
+        hidden = any(part.startswith((".", "_")) for part in name[fixed:].split("/"))
+        if hidden or not (is_parquet(name) or is_jsonl(name)):
+            continue
+        with _translated(url):
+            if own.on_the_way(name, pattern):
+                continue
+        kept.append(name if "://" in name else f"{scheme}{name}")
     if not kept:
-        raise data_error(url, f"{what} no file to read; {READABLE}")
-    return kept
+        raise data_error(url, "; ".join([f"{what} no file to read", *(own.notes or [READABLE])]))
+    return kept, own.notes
 
 
 class _PatientStream(io.RawIOBase):
