@@ -18,6 +18,8 @@ from ember.model.json_file import read_json_object, show
 
 ACTIVATIONS = ("gelu_new", "gelu", "relu")
 TOKENIZERS = ("GPT2Tokenizer", "GPT2TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend")
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+"""What a config.json may say of its weights: those that can be read. It decides nothing: the files say it again."""
 GPT2_EOS = 50256
 
 # Each size: its name in the file, then transformers' other names for it.
@@ -36,15 +38,15 @@ _EMBER_SIZES = ("n_layer", "n_head", "n_kv_head", "n_embd", "vocab_size", "max_p
 _EMBER_KEYS = frozenset({"name", "dtype", *_EMBER_SIZES})
 _LIMITS: Mapping[str, int] = MappingProxyType({"n_layer": 4096, "n_head": 2**16, "n_kv_head": 2**16})  # others: 2^24
 _READ = """
-    model_type activation_function layer_norm_epsilon tie_word_embeddings scale_attn_weights
-    scale_attn_by_inverse_layer_idx eos_token_id bos_token_id tokenizer_class
+    model_type architectures dtype torch_dtype activation_function layer_norm_epsilon tie_word_embeddings
+    scale_attn_weights scale_attn_by_inverse_layer_idx eos_token_id bos_token_id tokenizer_class
 """
 # Keys that change no logit: training, summaries, labels, how transformers runs or generates, who wrote the file.
 _HARMLESS = """
     attn_pdrop embd_pdrop resid_pdrop initializer_range gradient_checkpointing use_cache n_ctx
     summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj
     task_specific_params finetuning_task problem_type id2label label2id num_labels _num_labels
-    architectures torch_dtype dtype transformers_version _name_or_path name_or_path _attn_implementation_autoset
+    transformers_version _name_or_path name_or_path _attn_implementation_autoset
     output_attentions output_hidden_states output_past output_scores return_dict return_dict_in_generate use_return_dict
     pad_token_id unk_token_id sep_token_id decoder_start_token_id is_decoder chunk_size_feed_forward torchscript
     use_bfloat16 max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature
@@ -121,6 +123,7 @@ def _is_hf(data: Mapping[str, Any]) -> bool:
 def _from_hf(data: Mapping[str, Any], generation: Mapping[str, Any]) -> GPT2Config:
     _one_of(data, "model_type", ("gpt2",))
     _refuse_unsupported(data)
+    _check_dtype(data)
     sizes = {key: _size(data, key, names) for key, names in _SIZES.items()}
     for key in ("vocab_size", "max_position", "n_embd", "n_layer", "n_head"):
         if sizes[key] is None:
@@ -152,6 +155,7 @@ def _from_ember(data: Mapping[str, Any]) -> GPT2Config:
         raise ConfigError(key, "(missing)", f"must be given: ember's export has {', '.join(sorted(_EMBER_KEYS))}")
     for key in sorted(data.keys() - _EMBER_KEYS):
         raise ConfigError(key[:60], show(data[key]), "is not a key of ember's export; remove it")
+    _check_dtype(data)
     sizes = {key: _whole(key, data[key]) for key in _EMBER_SIZES}
     eos = _tokens("eos_token_id", GPT2_EOS, sizes["vocab_size"])
     return GPT2Config(
@@ -168,14 +172,27 @@ def _from_ember(data: Mapping[str, Any]) -> GPT2Config:
     )
 
 
+def _check_dtype(data: Mapping[str, Any]) -> None:
+    for key in ("dtype", "torch_dtype"):
+        _one_of(data, key, DTYPES, default=DTYPES[0])
+
+
 def _refuse_unsupported(data: Mapping[str, Any]) -> None:
     """Every key is one that is read, harmless, or off."""
     _one_of(data, "tokenizer_class", TOKENIZERS, default=TOKENIZERS[0])
+    _refuse_other_heads(data.get("architectures"))
     known = {*_READ.split(), *_HARMLESS.split()} | {name for names in _SIZES.values() for name in names}
     for key, value in data.items():
         if key not in known and not _is_off(value):
             remedy = "is a feature that ember's GPT-2 does not have; use a model without it (null, if it has no effect)"
             raise ConfigError(show(key).strip('"'), show(value), remedy)
+
+
+def _refuse_other_heads(architectures: Any) -> None:
+    """A network trained to classify (`GPT2ForSequenceClassification`) would give text that means nothing."""
+    for name in architectures if isinstance(architectures, list) else []:
+        if str(name).startswith("GPT2For"):
+            raise ConfigError("architectures", show(name), "is no language model; use a GPT2LMHeadModel")
 
 
 def _is_off(value: Any) -> bool:

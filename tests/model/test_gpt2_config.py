@@ -224,3 +224,26 @@ def test_no_readable_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     with pytest.raises(UserError, match="not a file"):
         GPT2Config.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_dtype_of_weights_that_ember_cannot_read_is_refused(tmp_path: Path, key: str) -> None:
+    """int8 was passed over: quantised weights would be taken for plain ones."""
+    for dtype in ("float32", "float16", "bfloat16", "float64", None):
+        assert read(tmp_path, hf(**{key: dtype})).n_layer == 2
+    for wrong in ("int8", "float8_e4m3fn", "", 8, ["float32"]):
+        with pytest.raises(ConfigError, match=rf"config\.json: {key}=.*: is not supported; must be one of float32, "):
+            read(tmp_path, hf(**{key: wrong}))
+
+
+def test_the_dtype_of_embers_export_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'config\.json: dtype="int8": is not supported; must be one of float32, '):
+        read(tmp_path, EMBER | {"dtype": "int8"})
+    assert read(tmp_path, EMBER | {"dtype": "bfloat16"}).layout == "ember"
+
+
+def test_a_classifier_is_refused(tmp_path: Path) -> None:
+    """Its trunk loads, and makes text that means nothing."""
+    assert read(tmp_path, hf(architectures=["GPT2LMHeadModel"])).n_layer == 2
+    with pytest.raises(ConfigError, match='architectures="GPT2ForSequenceClassification": is no language model'):
+        read(tmp_path, hf(architectures=["GPT2ForSequenceClassification"]))
