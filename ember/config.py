@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from ember.checks import MOST, at_least, boolean, one_of, real, whole
 from ember.errors import ConfigError
 from ember.sampling_params import SamplingParams
 
@@ -18,7 +19,25 @@ RUNNERS = ("local", "ray")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
 _OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column": "sampling"}
-_POOL_SIZE = re.compile(r"^(\d+)(tok|KiB|MiB|GiB|TiB)?$")
+_POOL_SIZE = re.compile(r"([0-9]+)(tok|KiB|MiB|GiB|TiB)?")
+_ENGINE_NUMBERS = {
+    "block_size": (1, 2**16),
+    "max_num_seqs": (1, MOST),
+    "max_num_batched_tokens": (1, MOST),
+    "max_model_len": (2, MOST),
+}
+_JOB_NUMBERS = {
+    "limit": (0, MOST),
+    "num_shards": (1, 100_000),
+    "max_errors": (0, MOST),
+    "commit_every": (1, MOST),
+    "num_engines": (1, 10_000),
+    "max_engines": (1, 10_000),
+    "cpus_per_engine": (1, 10_000),
+}
+"""The least and the most of each whole number."""
+_NULLABLE = ("max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
+_FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -57,17 +76,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
             raise ConfigError("model", self.model, "must be a ModelConfig; use ModelConfig(name=...) or (path=...)")
-        _one_of("dtype", self.dtype, DTYPES)
-        _one_of("attention", self.attention, ATTENTION_BACKENDS)
-        _one_of("scheduler", self.scheduler, POLICIES)
-        _at_least("block_size", self.block_size, 1)
+        one_of("dtype", self.dtype, DTYPES)
+        one_of("attention", self.attention, ATTENTION_BACKENDS)
+        one_of("scheduler", self.scheduler, POLICIES)
+        _whole_numbers(self, _ENGINE_NUMBERS)
         self.pool_size = str(self.pool_size)
         PoolSize.parse(self.pool_size)
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        if self.max_model_len is not None:
-            _at_least("max_model_len", self.max_model_len, 2)
-        _seed("seed", self.seed)
+        self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +102,9 @@ class PoolSize:
         """
         if text == "auto":
             return PoolSize()
-        match = _POOL_SIZE.match(text)
+        if len(text) > 30:
+            raise ConfigError("pool_size", f"{text[:20]}...", "too long for a size; say 512, 4096tok, 2GiB or auto")
+        match = _POOL_SIZE.fullmatch(text)
         if match is None or int(match[1]) == 0:
             raise ConfigError(
                 "pool_size", text, "must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto"
@@ -143,18 +160,15 @@ class JobConfig(EngineConfig):
         if self.template is not None:
             self.template = unescape(self.template)
         self.sampling.stop = [unescape(s) for s in self.sampling.stop]
-        if self.limit is not None:
-            _at_least("limit", self.limit, 0)
+        _whole_numbers(self, _JOB_NUMBERS)
+        for key in _FLAGS:
+            boolean(key, getattr(self, key))
         _check_shard(self.shard, self.num_shards)
         _check_input(self)
-        _one_of("output_format", self.output_format, OUTPUT_FORMATS)
-        _one_of("on_error", self.on_error, ON_ERROR)
-        if self.max_errors is not None:
-            _at_least("max_errors", self.max_errors, 0)
-        _at_least("commit_every", self.commit_every, 1)
-        _positive("commit_every_s", self.commit_every_s)
-        if not 0 <= self.grace_s < float("inf"):
-            raise ConfigError("grace_s", self.grace_s, "must be a number of seconds >= 0")
+        one_of("output_format", self.output_format, OUTPUT_FORMATS)
+        one_of("on_error", self.on_error, ON_ERROR)
+        self.commit_every_s = real("commit_every_s", self.commit_every_s, "must be a number > 0", open_low=True)
+        self.grace_s = real("grace_s", self.grace_s, "must be a number of seconds >= 0")
         _check_runner(self)
 
 
@@ -173,7 +187,7 @@ def _data(value: Any) -> list[str]:
 
 
 def _check_input(config: JobConfig) -> None:
-    _one_of("format", config.format, FORMATS)
+    one_of("format", config.format, FORMATS)
     if config.data == [STDIN] and config.num_shards > 1:
         raise ConfigError("num_shards", config.num_shards, "shards can't share stdin (data=-); name a file instead")
     for name, text in config.schema.items():
@@ -187,43 +201,27 @@ def _check_input(config: JobConfig) -> None:
             raise ConfigError(key, getattr(config, key), "format=openai_batch has its own prompt, id and sampling")
 
 
-def _one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ConfigError(key, value, f"must be one of {', '.join(allowed)}")
-
-
-def _at_least(key: str, value: int, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(key, value, f"must be a whole number >= {low}")
+def _whole_numbers(config: EngineConfig, ranges: dict[str, tuple[int, int]]) -> None:
+    for key, (low, high) in ranges.items():
+        value = getattr(config, key)
+        if value is not None or key not in _NULLABLE:
+            setattr(config, key, at_least(key, value, low, high=high))
 
 
 def _check_shard(shard: int | None, num_shards: int) -> None:
-    _at_least("num_shards", num_shards, 1)
     if shard is None and num_shards > 1:
         raise ConfigError("num_shards", num_shards, f"needs shard too (-m 'shard=range({num_shards})' runs all)")
-    if shard is not None and not 0 <= shard < num_shards:
-        raise ConfigError("shard", shard, f"must be a whole number in 0 .. num_shards-1 = {num_shards - 1}")
+    allowed = f"must be a whole number in 0 .. num_shards-1 = {num_shards - 1}"
+    if shard is not None and whole("shard", shard, allowed) >= num_shards:
+        raise ConfigError("shard", shard, allowed)
 
 
 def _check_runner(config: JobConfig) -> None:
-    _one_of("runner", config.runner, RUNNERS)
-    _at_least("num_engines", config.num_engines, 1)
+    one_of("runner", config.runner, RUNNERS)
     if config.max_engines is not None:
-        _at_least("max_engines", config.max_engines, config.num_engines)
-    if config.cpus_per_engine is not None:
-        _at_least("cpus_per_engine", config.cpus_per_engine, 1)
-    if not 0 <= config.gpus_per_engine <= 1:
-        raise ConfigError("gpus_per_engine", config.gpus_per_engine, "must be 0, 1 or a share of a GPU between them")
+        at_least("max_engines", config.max_engines, config.num_engines)
+    share = "must be 0, 1 or a share of a GPU between them"
+    config.gpus_per_engine = real("gpus_per_engine", config.gpus_per_engine, share, high=1.0)
     if config.runner == "local" and max(config.num_engines, config.max_engines or 1) > 1:
         key = "num_engines" if config.num_engines > 1 else "max_engines"
         raise ConfigError(key, getattr(config, key), "needs runner=ray; runner=local has one engine")
-
-
-def _positive(key: str, value: float) -> None:
-    if not 0 < value < float("inf"):
-        raise ConfigError(key, value, "must be a number > 0")
-
-
-def _seed(key: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ConfigError(key, value, "must be a whole number in 0 .. 2^63-1")

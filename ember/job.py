@@ -43,7 +43,7 @@ def run_job(config: JobConfig) -> JobSummary:
     with Interrupts() as interrupts:
         try:
             with interrupts.breakable(after=1):
-                plan = EnginePlan.resolve(config)
+                plan = _plan(config)
                 if config.dry_run:
                     return _dry_run(config, plan, run_id)
                 if config.output is None:
@@ -69,6 +69,15 @@ def run_job(config: JobConfig) -> JobSummary:
             return SummaryBuilder().build(
                 status=JobStatus.INTERRUPTED, run_id=run_id, num_rows_total=0, duration_s=0.0, signum=interrupts.signum
             )
+
+
+def _plan(config: JobConfig) -> EnginePlan:
+    plan = EnginePlan.resolve(config)
+    try:
+        plan.check_stop_ids(config.sampling)
+    except ConfigError as error:
+        raise error.under("sampling") from None
+    return plan
 
 
 def _read(config: JobConfig) -> PromptReader:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 import ember
@@ -66,6 +67,8 @@ def _start(arguments: Arguments) -> int:
     except SystemExit as end:
         return _exit_code(end)
     except OSError as error:  # Hydra's: a job's own errors end in its outcome
+        if isinstance(error, HydraException):
+            return report(error, arguments.overrides)
         where = f"can't write {error.filename}: {error.strerror}" if error.filename else str(error)
         return report(UserError(f"{where}; start in a folder that can be written, or set hydra.run.dir=FOLDER"))
     except (Exception, KeyboardInterrupt) as error:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ember.checks import boolean, real, whole
 from ember.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
@@ -44,21 +44,20 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        self.temperature = _real("temperature", self.temperature, "must be a number >= 0", low=0.0)
-        self.top_p = _real("top_p", self.top_p, "must be in (0, 1]", low=0.0, high=1.0, open_low=True)
-        self.min_p = _real("min_p", self.min_p, "must be in [0, 1]", low=0.0, high=1.0)
-        self.top_k = _whole("top_k", self.top_k, "must be a whole number >= 0 (0 is off)")
+        self.temperature = real("temperature", self.temperature, "must be a number >= 0")
+        self.top_p = real("top_p", self.top_p, "must be in (0, 1]", high=1.0, open_low=True)
+        self.min_p = real("min_p", self.min_p, "must be in [0, 1]", high=1.0)
+        self.top_k = whole("top_k", self.top_k, "must be a whole number >= 0 (0 is off)")
         if self.max_tokens is not None:
-            self.max_tokens = _whole("max_tokens", self.max_tokens, "must be a whole number >= 0, or null")
-        self.min_tokens = _whole("min_tokens", self.min_tokens, "must be a whole number >= 0")
+            self.max_tokens = whole("max_tokens", self.max_tokens, "must be a whole number >= 0, or null")
+        self.min_tokens = whole("min_tokens", self.min_tokens, "must be a whole number >= 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError("min_tokens", self.min_tokens, f"must not exceed max_tokens={self.max_tokens}")
         self.stop = _stop_strings(self.stop)
         self.stop_token_ids = _token_ids(self.stop_token_ids)
-        if not isinstance(self.ignore_eos, bool):
-            raise ConfigError("ignore_eos", self.ignore_eos, "must be true or false")
+        boolean("ignore_eos", self.ignore_eos)
         if self.seed is not None:
-            self.seed = _whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1, or null", high=2**63 - 1)
+            self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1, or null")
 
     @property
     def greedy(self) -> bool:
@@ -78,22 +77,6 @@ class SamplingParams:
         return replace(self, **changes)
 
 
-def _real(key: str, value: Any, allowed: str, *, low: float, high: float = math.inf, open_low: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ConfigError(key, value, allowed)
-    if value < low or value > high or (open_low and value == low):
-        raise ConfigError(key, value, allowed)
-    return float(value)
-
-
-def _whole(key: str, value: Any, allowed: str, *, high: int = 2**63 - 1) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
-        raise ConfigError(key, value, allowed)
-    return value
-
-
 def _stop_strings(value: Any) -> list[str]:
     strings = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
@@ -106,4 +89,4 @@ def _token_ids(value: Any) -> list[int]:
         return []
     if not isinstance(value, (list, tuple)):
         raise ConfigError("stop_token_ids", value, "must be a list of token ids")
-    return [_whole("stop_token_ids", token, "must be a list of token ids (whole numbers >= 0)") for token in value]
+    return [whole("stop_token_ids", token, "must be a list of token ids (whole numbers >= 0)") for token in value]

@@ -336,8 +336,10 @@ def test_abort_all(llm):
 
 def test_unknown_settings_and_models_are_refused(tmp_path):
     """A typo must not be taken for a default."""
-    with pytest.raises(TypeError, match="block_sise"):
-        LLM(block_sise=4)
+    with pytest.raises(UserError, match="block_sise: no such setting of an LLM; did you mean block_size"):
+        LLM(block_sise=1)
+    with pytest.raises(UserError, match="foo: no such setting of an LLM; there are: device, "):
+        LLM(foo=1)
     with pytest.raises(ConfigError, match="block_size=0"):
         LLM(block_size=0)
     with pytest.raises(UserError):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ember.config import PoolSize
-from ember.errors import UserError
+from ember.errors import ConfigError, UserError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +95,9 @@ def num_blocks_for(
         blocks = size.bytes // shape.bytes_per_block
     else:
         blocks = min(max_num_seqs * needed, free_bytes // shape.bytes_per_block)
+    if blocks < needed and shape.block_size > max_model_len:
+        held = f"holds {blocks} blocks of that size, each larger than max_model_len={max_model_len}"
+        raise ConfigError("block_size", shape.block_size, f"pool_size={pool_size} {held}; set {max_model_len} or less")
     if blocks < needed:
         raise UserError(
             f"pool_size={pool_size}: {blocks} blocks of block_size={shape.block_size} hold "

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import fields
 from typing import Any
 
 from ember.attention.base import make_backend
@@ -20,7 +22,7 @@ from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.data.output import OutputProcessor, RequestOutput
 from ember.entrypoints.plan import EnginePlan
-from ember.errors import RequestError, UserError
+from ember.errors import ConfigError, RequestError, UserError
 from ember.model.gpt2 import GPT2
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
@@ -41,6 +43,7 @@ class LLM:
     """
 
     def __init__(self, model: str | os.PathLike[str] | None = None, **settings: Any) -> None:
+        _check_names(settings)
         model = None if model is None else os.fspath(model)
         if model is None:
             chosen = ModelConfig()
@@ -174,12 +177,21 @@ class LLM:
 
     def _room(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
         """Most output tokens: `max_tokens` within what `max_model_len` leaves."""
-        vocab_size = self.plan.network.vocab_size
-        unknown = [token for token in params.stop_token_ids if token >= vocab_size]
-        if unknown:
-            raise RequestError("bad_sampling", f"stop_token_ids={unknown}: the vocabulary ends at {vocab_size - 1}")
+        try:
+            self.plan.check_stop_ids(params)
+        except ConfigError as error:
+            raise RequestError("bad_sampling", str(error)) from None
         left = self.plan.max_model_len - len(prompt_token_ids)
         return left if params.max_tokens is None else min(left, params.max_tokens)
+
+
+def _check_names(settings: Iterable[str]) -> None:
+    known = [field.name for field in fields(EngineConfig) if field.name != "model"]
+    for key in settings:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
+            hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+            raise UserError(f"{key}: no such setting of an LLM; {hint}")
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:

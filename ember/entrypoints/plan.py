@@ -13,6 +13,7 @@ from ember.errors import ConfigError, UserError
 from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
+from ember.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -78,6 +79,16 @@ class EnginePlan:
             kv_shape=shape,
             num_blocks=num_blocks,
         )
+
+    def check_stop_ids(self, params: SamplingParams) -> None:
+        """Nothing, if the model has all tokens that end the output.
+
+        Raises:
+            ConfigError: it lacks some.
+        """
+        last = self.network.vocab_size - 1
+        if unknown := [token for token in params.stop_token_ids if token > last]:
+            raise ConfigError("stop_token_ids", unknown, f"the model's vocabulary ends at {last}")
 
     @property
     def dtype_name(self) -> str:

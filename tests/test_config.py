@@ -1,0 +1,53 @@
+"""Settings built in Python: every value is checked where it is built, however large and of whatever type."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from ember.cache.kv_pool import KVShape, num_blocks_for
+from ember.config import EngineConfig, JobConfig
+from ember.errors import ConfigError, UserError
+from ember.sampling_params import SamplingParams
+
+HUGE = 10**400
+"""Past every float: math.isfinite raises on it."""
+
+
+def numbers(schema: type) -> list[tuple[type, str]]:
+    kinds = {"int", "int | None", "float"}
+    return [(schema, field.name) for field in dataclasses.fields(schema) if field.type in kinds]
+
+
+@pytest.mark.parametrize("value", [HUGE, True, float("nan"), float("inf"), "x", -1])
+@pytest.mark.parametrize(("schema", "key"), [*numbers(JobConfig), *numbers(SamplingParams)])
+def test_a_number_out_of_range_is_refused_by_name(schema: type, key: str, value: object) -> None:
+    """An OverflowError from deep inside the engine, or a pool that is blamed for a block."""
+    given = {"data": "x"} if schema is JobConfig else {}
+    with pytest.raises(ConfigError) as caught:
+        schema(**given, **{key: value})
+    assert caught.value.key.rpartition(".")[2] == key
+
+
+@pytest.mark.parametrize("size", ["9" * 5000, "9" * 40 + "GiB", "\u0663", "1e3", "", "-1", "0"])
+def test_a_pool_size_that_is_none_is_refused(size: str) -> None:
+    with pytest.raises(ConfigError, match="pool_size="):
+        EngineConfig(pool_size=size)
+
+
+def test_whole_floats_become_whole_numbers() -> None:
+    assert type(EngineConfig(block_size=16.0).block_size) is int  # type: ignore[arg-type]
+
+
+def test_flags_take_only_true_and_false() -> None:
+    with pytest.raises(ConfigError, match="force=1: must be true or false"):
+        JobConfig(data="x", force=1)  # type: ignore[arg-type]
+
+
+def test_a_block_too_large_for_the_pool_is_named_and_not_the_pool() -> None:
+    import torch
+
+    shape = KVShape(n_layer=1, n_kv_head=1, head_dim=1, block_size=4096, dtype=torch.float32)
+    with pytest.raises(UserError, match=r"block_size=4096: pool_size=auto holds 0 blocks .*; set 512 or less"):
+        num_blocks_for("auto", shape, max_model_len=512, max_num_seqs=1, free_bytes=9000, total_bytes=10**9)
