@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import pyarrow.compute as pc
-
 import ember
 from ember.config import JobConfig
 from ember.data.done import DoneRows, drop_error_rows, read_parts
@@ -49,7 +47,7 @@ def claim(
     done = DoneRows(reader.num_rows, share.shard, share.num_shards)
     for part, keys in read_parts(folder.completions, form, folder.part_prefix):
         done.add(keys["row_index"], f"{folder.completions.shown}/{part}")
-        counts.add_committed(keys.filter(pc.less(keys["row_index"], share.end)))
+        counts.add_committed(share.within(keys))
     return Work(share, done)
 
 

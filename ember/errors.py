@@ -27,6 +27,10 @@ class ConfigError(UserError):
         return ConfigError(f"{parent}.{self.key}", self.value, self.allowed)
 
 
+class JobError(UserError):
+    """Why a job that had begun can't go on: the disk is full, a file has changed. No mistake in the settings."""
+
+
 class RequestError(UserError):
     """Why one prompt can't run; it costs that row and no other.
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
 
 from ember.config import JobConfig
 from ember.core.stats import StepStats
+from ember.data.done import read_parts
 from ember.data.folder import OutputFolder
 from ember.data.formats import ParquetFormat, PartFormat, part_format
 from ember.data.output import RequestOutput
@@ -26,7 +27,7 @@ from ember.data.summary import JobStatus, JobSummary, SummaryBuilder, final_tabl
 from ember.data.work import Work
 from ember.data.writer import STEPS_SCHEMA, PartWriter, completions_schema, step_row
 from ember.entrypoints.plan import EnginePlan
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 from ember.interrupt import Interrupts
 from ember.progress import ProgressBar
 
@@ -63,6 +64,9 @@ class Recorder:
         Args:
             compute: calls `write` and `steps`; returns whether every row that was left is written.
             load_s: seconds that loading took.
+
+        Raises:
+            JobError: it can't go on: one line with the reason.
         """
         self._begin, self._load_s = time.perf_counter(), load_s
         attempts = self._folder.attempts(self._run_id)
@@ -78,9 +82,10 @@ class Recorder:
         except BaseException as error:
             status = JobStatus.FAILED if isinstance(error, Exception) else JobStatus.INTERRUPTED
             with contextlib.suppress(UserError):  # the disk may be why it failed
-                failed = self._summary(status)
-                failed.num_rows_done = failed.num_rows_before + self._completions.rows_committed
-                self._folder.write_summary(attempts.finished(failed))
+                self._counts.recount(self._committed())
+                self._folder.write_summary(attempts.finished(self._summary(status)))
+            if isinstance(error, UserError):
+                raise JobError(str(error)) from error
             raise
         finally:
             self._bar.close()
@@ -137,6 +142,10 @@ class Recorder:
         if self.too_many_errors:
             return JobStatus.FAILED
         return JobStatus.FINISHED if complete else JobStatus.INTERRUPTED
+
+    def _committed(self) -> Iterator[pa.Table]:
+        parts = read_parts(self._folder.completions, self._format(), self._folder.part_prefix)
+        return (self.work.share.within(keys) for _, keys in parts)
 
     def _format(self) -> PartFormat:
         return part_format(self.config.output_format, model=self.plan.folder.name, created=int(time.time()))

@@ -13,7 +13,11 @@ from typing import Any
 from ember.data.store import Store
 from ember.data.summary import JobSummary
 
-SUMS = ("num_rows", "num_output_tokens", "num_steps", "num_preemptions", "num_recomputed_tokens", "duration_s")
+_SUMS = (
+    *("num_rows", "num_output_tokens", "num_steps", "num_preemptions", "num_recomputed_tokens"),
+    *("duration_s", "engine_s", "load_s"),
+)
+_MOST = ("peak_kv_utilization", "peak_blocks_used", "peak_running")
 
 
 class Attempts:
@@ -38,18 +42,8 @@ class Attempts:
         return {"status": "running", "attempts": [*self._earlier, self._this]}
 
     def finished(self, summary: JobSummary) -> dict[str, Any]:
-        """The summary to write at the end: the rows of all attempts, the engine's numbers of this one, the history."""
-        this = self._this | {
-            "status": summary.status,
-            "num_rows": summary.num_rows_done - summary.num_rows_before,
-            "num_output_tokens": summary.num_output_tokens_new,
-            "num_steps": summary.num_steps,
-            "num_preemptions": summary.num_preemptions,
-            "num_recomputed_tokens": summary.num_recomputed_tokens,
-            "duration_s": summary.duration_s,
-            "tokens_per_s": summary.tokens_per_s,
-        }
-        return _with_history(summary, [*self._earlier, this])
+        """The summary to write at the end: the whole job's numbers, then every attempt's own, then those added up."""
+        return _with_history(summary, [*self._earlier, self._this | summary.attempt_numbers()])
 
     def without_this(self, summary: JobSummary) -> dict[str, Any]:
         """The summary to write if all rows were there already, so that there was nothing to attempt."""
@@ -67,11 +61,21 @@ def read_summary(folder: Store, name: str) -> dict[str, Any]:
 
 
 def total_of(attempts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """How many attempts there were, and their numbers added up; a killed one counts, without numbers."""
+    """The attempts' numbers added up, of peaks the highest; a killed attempt is counted but left no numbers.
+
+    `tokens_per_s` is per second of one process.
+    """
     entries = list(attempts)
-    sums = {key: sum(a.get(key) or 0 for a in entries) for key in SUMS}
-    return {"num_attempts": len(entries), **sums}
+    sums = {key: sum(a.get(key) or 0 for a in entries) for key in _SUMS}
+    seconds = sums["duration_s"]
+    return {
+        "num_attempts": len(entries),
+        "num_killed": sum(a.get("status") == "killed" for a in entries),
+        **sums,
+        "tokens_per_s": sums["num_output_tokens"] / seconds if seconds > 0 else 0.0,
+        **{key: max((a.get(key) or 0 for a in entries), default=0) for key in _MOST},
+    }
 
 
 def _with_history(summary: JobSummary, attempts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**summary.to_dict(), "attempts": attempts, "total": total_of(attempts)}
+    return {**summary.job_numbers(), "total": total_of(attempts), "attempts": attempts}

@@ -7,23 +7,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ember.data.attempts import total_of
-from ember.data.summary import ERRORS_A_KIND, JobStatus, exit_code
+from ember.data.row_counts import ERRORS_A_KIND
+from ember.data.summary import JobStatus, exit_code
 
-_SUMS = (
-    *("num_rows_total", "num_rows_done", "num_rows_before", "num_errors", "num_prompt_tokens", "num_output_tokens"),
-    *("num_output_tokens_new", "num_steps", "num_preemptions", "num_recomputed_tokens", "engine_s", "load_s"),
-)
-_MOST = ("peak_kv_utilization", "peak_blocks_used", "peak_running", "blocks_total", "block_size")
+_SUMS = ("num_rows_total", "num_rows_done", "num_errors", "num_prompt_tokens", "num_output_tokens")
 _WORST_FIRST = ("running", JobStatus.FAILED.value, JobStatus.INTERRUPTED.value)
 
 
 def merge_summaries(shards: Mapping[int, Mapping[str, Any]], num_shards: int) -> dict[str, Any]:
     """The summary of the whole job.
 
-    Rows, tokens and errors are those of all shards; what belongs to one engine's last attempt is added up, peaks are
-    the highest. `status` is finished only if all shards have; else the worst of running, failed and interrupted that
-    a shard reports, or `incomplete` if shards are missing or say nothing. `tokens_per_s` is per second of one process:
-    new output tokens of all attempts by their `duration_s` added up.
+    Rows, tokens and errors are those of all shards, `total` and `attempts` all attempts at any of them. `status` is
+    finished only if all shards have; else the worst of running, failed and interrupted that a shard reports, or
+    `incomplete` if shards are missing or say nothing.
 
     Args:
         shards: the summaries that there are, by shard.
@@ -31,9 +27,7 @@ def merge_summaries(shards: Mapping[int, Mapping[str, Any]], num_shards: int) ->
     known = [shards[shard] for shard in sorted(shards)]
     sums = {key: sum(s.get(key) or 0 for s in known) for key in _SUMS}
     attempts = _attempts(shards)
-    total = total_of(attempts)
     status = _status(known, num_shards)
-    seconds = total["duration_s"]
     return {
         "status": status,
         "exit_code": exit_code(status, sums["num_errors"]) if status == JobStatus.FINISHED else None,
@@ -44,12 +38,8 @@ def merge_summaries(shards: Mapping[int, Mapping[str, Any]], num_shards: int) ->
         "errors_by_kind": _added(s.get("errors_by_kind") for s in known),
         "first_errors": _first_errors(known),
         "finish_reasons": _added(s.get("finish_reasons") for s in known),
-        "duration_s": seconds,
-        "tokens_per_s": total["num_output_tokens"] / seconds if seconds > 0 else 0.0,
-        **{key: max((s.get(key) or 0 for s in known), default=0) for key in _MOST},
-        "settings": next((s["settings"] for s in known if s.get("settings")), {}),
+        "total": total_of(attempts),
         "attempts": attempts,
-        "total": total,
     }
 
 

@@ -1,6 +1,7 @@
 """What a job did, in numbers: counted as it runs, written as summary.json, shown at the end.
 
-Counting keeps a few numbers and the first errors of each kind, whatever the size of the job.
+The numbers have two scopes, and summary.json keeps them apart: rows, tokens and errors are the whole job's, counted in
+its parts; steps, times, speeds and cache use are those of one attempt (see `ember.data.attempts`).
 """
 
 from __future__ import annotations
@@ -9,23 +10,32 @@ import math
 import signal
 import textwrap
 import unicodedata
-from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from ember.core.stats import StepStats
-from ember.data.duplicate_ids import DuplicateIds
+from ember.data.row_counts import RowCounts
 
 EXIT_CLEAN = 0
 EXIT_FAILED = 1
 EXIT_ERROR_ROWS = 3
-ERRORS_A_KIND = 3
-_ERROR_CHARS = 300
 _WIDTH = 80
+
+
+JOB_KEYS = (
+    *("status", "exit_code", "num_rows_total", "num_rows_done", "num_errors", "num_duplicate_ids", "errors_by_kind"),
+    *("first_errors", "finish_reasons", "num_prompt_tokens", "num_output_tokens"),
+)
+"""Fields that speak of the whole job; the rest speaks of one attempt at it."""
+ATTEMPT_KEYS = (
+    *("num_steps", "duration_s", "engine_s", "load_s", "tokens_per_s", "peak_kv_utilization", "mean_kv_utilization"),
+    *("peak_blocks_used", "blocks_total", "block_size", "num_preemptions", "num_recomputed_tokens", "peak_running"),
+    "settings",
+)
 
 
 class JobStatus(StrEnum):
@@ -38,7 +48,7 @@ class JobStatus(StrEnum):
 
 @dataclass(kw_only=True, slots=True)
 class JobSummary:
-    """Counts and rates of one job. Times in seconds, sizes in tokens or blocks, shares between 0 and 1.
+    """Counts of a job and rates of one attempt at it. Times in seconds, sizes in tokens or blocks, shares from 0 to 1.
 
     Attributes:
         status: finished, interrupted or failed.
@@ -87,26 +97,27 @@ class JobSummary:
     peak_running: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain JSON values: an infinite or undefined number becomes null."""
-        plain = _plain(asdict(self))
-        assert isinstance(plain, dict)
-        return plain
+    def job_numbers(self) -> dict[str, Any]:
+        """What is true of the whole job, whichever attempts computed its rows, as plain JSON values."""
+        return {key: _plain(getattr(self, key)) for key in JOB_KEYS}
+
+    def attempt_numbers(self) -> dict[str, Any]:
+        """What this attempt did, as plain JSON values: an infinite or undefined number becomes null."""
+        own = {
+            "status": self.status,
+            "num_rows": self.num_rows_done - self.num_rows_before,
+            "num_output_tokens": self.num_output_tokens_new,
+        }
+        return own | {key: _plain(getattr(self, key)) for key in ATTEMPT_KEYS}
 
 
 class SummaryBuilder:
     """Counts rows and steps while the job runs."""
 
     def __init__(self) -> None:
-        self._rows = 0
+        self._rows = RowCounts()
         self._rows_before = 0
         self._output_tokens_before = 0
-        self._prompt_tokens = 0
-        self._output_tokens = 0
-        self._finish_reasons: Counter[str] = Counter()
-        self._errors: Counter[str] = Counter()
-        self._first_errors: list[dict[str, Any]] = []
-        self._ids = DuplicateIds()
         self._steps = 0
         self._engine_s = 0.0
         self._preemptions = 0
@@ -121,52 +132,22 @@ class SummaryBuilder:
     @property
     def num_rows_done(self) -> int:
         """Rows counted so far."""
-        return self._rows
+        return self._rows.rows
 
-    @property
-    def num_output_tokens(self) -> int:
-        """Output tokens of the rows counted so far."""
-        return self._output_tokens
-
-    def add_row(
-        self,
-        *,
-        finish_reason: str | None,
-        error: str | None = None,
-        num_prompt_tokens: int = 0,
-        num_output_tokens: int = 0,
-        row_index: int,
-        id: str | None = None,
-    ) -> None:
-        """Count one row that was written.
-
-        Args:
-            finish_reason: stop, length or error.
-            error: why the row could not run, beginning with its kind (`bad_row: ...`); None for a good row.
-        """
-        self._rows += 1
-        self._ids.add([id])
-        self._prompt_tokens += num_prompt_tokens
-        self._output_tokens += num_output_tokens
-        if finish_reason is not None:
-            self._finish_reasons[str(finish_reason)] += 1
-        if error is not None:
-            self._add_error(error_kind(error), error, row_index, id)
+    def add_row(self, **row: Any) -> None:
+        """Count one row that was written (see `RowCounts.add_row`)."""
+        self._rows.add_row(**row)
 
     def add_committed(self, keys: pa.Table) -> None:
-        """Count the rows of an earlier attempt's part, given its key columns (see `ember.data.done`)."""
-        self._rows += len(keys)
-        self._rows_before += len(keys)
-        self._ids.add(keys["id"].to_pylist())
-        self._prompt_tokens += pc.sum(keys["num_prompt_tokens"]).as_py() or 0
-        tokens = pc.sum(keys["num_output_tokens"]).as_py() or 0
-        self._output_tokens += tokens
-        self._output_tokens_before += tokens
-        for item in pc.value_counts(keys["finish_reason"]).to_pylist():
-            self._finish_reasons[item["values"]] += item["counts"]
-        failed = keys.filter(pc.equal(keys["finish_reason"], "error"))
-        for row in failed.select(["row_index", "id", "error"]).to_pylist():
-            self._add_error(error_kind(row["error"]), row["error"], row["row_index"], row["id"])
+        """Count the rows of an earlier attempt's part."""
+        self._rows.add_part(keys)
+        self._rows_before, self._output_tokens_before = self._rows.rows, self._rows.output_tokens
+
+    def recount(self, parts: Iterable[pa.Table]) -> None:
+        """Count the rows of all parts instead: after a failure not all that was counted has been written."""
+        self._rows = RowCounts()
+        for keys in parts:
+            self._rows.add_part(keys)
 
     def add_step(self, stats: StepStats) -> None:
         """Count one engine step."""
@@ -201,22 +182,23 @@ class SummaryBuilder:
             signum: the signal that interrupted the job; SIGINT if not given.
             duration_s: wall time since loading ended.
         """
-        num_errors = self._errors.total()
-        tokens = self._output_tokens - self._output_tokens_before
+        rows = self._rows
+        num_errors = rows.errors.total()
+        tokens = rows.output_tokens - self._output_tokens_before
         return JobSummary(
             status=JobStatus(status).value,
             exit_code=exit_code(status, num_errors, signum),
             run_id=run_id,
             num_rows_total=num_rows_total,
-            num_rows_done=self._rows,
+            num_rows_done=rows.rows,
             num_rows_before=self._rows_before,
             num_errors=num_errors,
-            num_duplicate_ids=self._ids.count,
-            errors_by_kind=dict(self._errors.most_common()),
-            first_errors=list(self._first_errors),
-            finish_reasons=dict(self._finish_reasons.most_common()),
-            num_prompt_tokens=self._prompt_tokens,
-            num_output_tokens=self._output_tokens,
+            num_duplicate_ids=rows.ids.count,
+            errors_by_kind=dict(rows.errors.most_common()),
+            first_errors=list(rows.first_errors),
+            finish_reasons=dict(rows.finish_reasons.most_common()),
+            num_prompt_tokens=rows.prompt_tokens,
+            num_output_tokens=rows.output_tokens,
             num_output_tokens_new=tokens,
             num_steps=self._steps,
             duration_s=duration_s,
@@ -233,17 +215,6 @@ class SummaryBuilder:
             peak_running=self._peak_running,
             settings=dict(settings or {}),
         )
-
-    def _add_error(self, kind: str, error: str, row_index: int, id: str | None) -> None:
-        self._errors[kind] += 1
-        if self._errors[kind] <= ERRORS_A_KIND:
-            shown = _cut(error.removeprefix(f"{kind}: "), _ERROR_CHARS)
-            self._first_errors.append({"kind": kind, "row_index": row_index, "id": id, "error": shown})
-
-
-def error_kind(error: str | None) -> str:
-    """The kind of an error row: what stands before the first colon of its `error`."""
-    return (error or "").partition(":")[0] or "other"
 
 
 def exit_code(status: str, num_errors: int, signum: int | None = None) -> int:
@@ -318,10 +289,6 @@ def _fit(text: str, width: int) -> str:
 
 def _columns(char: str) -> int:
     return 2 if unicodedata.east_asian_width(char) in "WF" else 1
-
-
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _plain(value: Any) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pyarrow as pa
+import pyarrow.compute as pc
+
 from ember.config import JobConfig
 from ember.data.done import DoneRows
 
@@ -24,6 +27,10 @@ class Share:
 
     def __contains__(self, row_index: int) -> bool:
         return row_index in range(self.shard, self.end, self.num_shards)
+
+    def within(self, keys: pa.Table) -> pa.Table:
+        """The rows of a part, of this share's job, that are within `end`: `limit` may be lower than it was."""
+        return keys.filter(pc.less(keys["row_index"], self.end))
 
     @property
     def num_rows(self) -> int:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 from ember.launch.keys import NO_BASE, known_keys, must_be, no_such_key
 from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
 from ember.launch.places import job_folders, job_names, override_key
@@ -41,7 +41,7 @@ def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
         traceback.print_exception(error)
         return BUG
     print("error:", line.replace("\n", "\\n"), file=sys.stderr, flush=True)
-    return MISTAKE
+    return BUG if isinstance(error, JobError) else MISTAKE
 
 
 def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:

@@ -26,6 +26,8 @@ def summary(status="finished", *, rows=4, before=1, run_id="r"):
         num_preemptions=2,
         num_recomputed_tokens=3,
         duration_s=1.5,
+        engine_s=1.0,
+        peak_kv_utilization=0.5,
         tokens_per_s=20.0,
     )
 
@@ -54,9 +56,11 @@ def test_sums_run_over_all_attempts(tmp_path):
     assert [a["status"] for a in written["attempts"]] == ["interrupted", "killed", "finished"]
     assert [a.get("num_rows") for a in written["attempts"]] == [3, None, 6]
     assert written["total"] == {
-        **{"num_attempts": 3, "num_rows": 9, "num_output_tokens": 90, "num_steps": 10, "num_preemptions": 4},
-        **{"num_recomputed_tokens": 6, "duration_s": 3.0},
+        **{"num_attempts": 3, "num_killed": 1, "num_rows": 9, "num_output_tokens": 90, "num_steps": 10},
+        **{"num_preemptions": 4, "num_recomputed_tokens": 6, "duration_s": 3.0, "engine_s": 2.0, "load_s": 0.0},
+        **{"tokens_per_s": 30.0, "peak_kv_utilization": 0.5, "peak_blocks_used": 0, "peak_running": 0},
     }
+    assert {"num_steps", "tokens_per_s", "duration_s"}.isdisjoint(written), "one attempt's numbers among the job's"
     assert (written["status"], written["num_rows_done"]) == ("finished", 10)
 
 

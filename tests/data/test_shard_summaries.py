@@ -16,13 +16,21 @@ from ember.sampling_params import SamplingParams
 
 def shard(status="finished", *, rows=5, errors=0, first=0, started="2024-01-01T00:00:00+00:00"):
     return {
-        **{"status": status, "num_rows_total": 5, "num_rows_done": rows, "num_errors": errors, "peak_running": rows},
+        **{"status": status, "num_rows_total": 5, "num_rows_done": rows, "num_errors": errors},
         "errors_by_kind": {"bad_row": errors} if errors else {},
         "first_errors": [{"kind": "bad_row", "row_index": first + i, "error": "x"} for i in range(min(3, errors))],
         "finish_reasons": {"stop": rows - errors},
         "num_output_tokens": rows * 2,
         "settings": {"model": "tiny"},
-        "attempts": [{"started_at": started, "status": status, "num_output_tokens": rows * 2, "duration_s": 2.0}],
+        "attempts": [
+            {
+                "started_at": started,
+                "status": status,
+                "peak_running": rows,
+                "num_output_tokens": rows * 2,
+                "duration_s": 2.0,
+            }
+        ],
     }
 
 
@@ -30,11 +38,11 @@ def test_numbers_add_up_and_peaks_do_not():
     """A shard's numbers passed off as the job's; a peak of a hundred sequences on engines of ten."""
     merged = merge_summaries({1: shard(errors=2, first=10), 0: shard(rows=4, errors=3)}, 2)
     assert (merged["num_rows_total"], merged["num_rows_done"], merged["num_errors"]) == (10, 9, 5)
-    assert (merged["num_output_tokens"], merged["peak_running"]) == (18, 5)
+    assert (merged["num_output_tokens"], merged["total"]["peak_running"]) == (18, 5)
     assert merged["errors_by_kind"] == {"bad_row": 5}
     assert [e["row_index"] for e in merged["first_errors"]] == [0, 1, 2]
     assert merged["finish_reasons"] == {"stop": 4}
-    assert (merged["total"]["num_attempts"], merged["tokens_per_s"], merged["exit_code"]) == (2, 4.5, 3)
+    assert (merged["total"]["num_attempts"], merged["total"]["tokens_per_s"], merged["exit_code"]) == (2, 4.5, 3)
 
 
 def test_attempts_keep_their_shard_and_their_order():

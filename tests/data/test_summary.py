@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import signal
 import unicodedata
+from dataclasses import fields
 
+import pyarrow as pa
 import pytest
 
 from ember.core.sequence import FinishReason
 from ember.core.stats import StepStats
-from ember.data.summary import JobSummary, SummaryBuilder, final_table
+from ember.data.summary import ATTEMPT_KEYS, JOB_KEYS, JobSummary, SummaryBuilder, final_table
 
 
 def build(builder, **kwargs):
@@ -34,7 +36,7 @@ def test_rows_are_counted():
     summary = build(builder)
     assert (summary.num_rows_done, summary.num_errors, summary.num_rows_total) == (3, 1, 3)
     assert (summary.num_prompt_tokens, summary.num_output_tokens, summary.tokens_per_s) == (7, 12, 6.0)
-    assert summary.to_dict()["finish_reasons"] == {"stop": 1, "length": 1, "error": 1}
+    assert summary.job_numbers()["finish_reasons"] == {"stop": 1, "length": 1, "error": 1}
 
 
 def test_only_the_first_errors_of_each_kind_are_kept():
@@ -46,7 +48,7 @@ def test_only_the_first_errors_of_each_kind_are_kept():
     summary = build(builder)
     assert summary.errors_by_kind == {"bad_row": 100, "prompt_too_long": 1}
     assert [e["row_index"] for e in summary.first_errors] == [0, 1, 2, 100]
-    assert len(json.dumps(summary.to_dict())) < 5000
+    assert len(json.dumps(summary.job_numbers())) < 5000
 
 
 def test_an_error_without_a_kind_is_still_counted():
@@ -88,7 +90,7 @@ def test_exit_codes_are_the_design_s(status, errors, signum, code):
         fail_row(builder, i)
     summary = build(builder, status=status, signum=signum)
     assert summary.exit_code == code
-    assert type(summary.to_dict()["exit_code"]) is int
+    assert type(summary.job_numbers()["exit_code"]) is int
 
 
 def test_an_unknown_status_is_refused():
@@ -108,11 +110,26 @@ def test_the_dictionary_is_strict_json():
     """NaN, infinities and objects make a summary.json that strict readers refuse."""
     settings = {"pool": float("inf"), "dtype": FinishReason.STOP, "path": object, 3: (1, float("nan"))}
     summary = JobSummary(status="finished", exit_code=0, run_id="r", tokens_per_s=float("nan"), settings=settings)
-    plain = json.loads(json.dumps(summary.to_dict(), allow_nan=False))
+    plain = json.loads(json.dumps(summary.attempt_numbers(), allow_nan=False))
     assert plain["tokens_per_s"] is None
     assert plain["settings"]["3"] == [1, None]
     assert plain["settings"]["dtype"] == "stop"
-    assert list(plain)[:4] == ["status", "exit_code", "run_id", "num_rows_total"]
+    assert list(summary.job_numbers())[:3] == ["status", "exit_code", "num_rows_total"]
+
+
+def test_every_number_has_one_scope():
+    """A new field that is in neither summary, or an attempt's speed among the counts of the whole job."""
+    names = {field.name for field in fields(JobSummary)}
+    kept_elsewhere = {"run_id", "num_rows_before", "num_output_tokens_new"}
+    assert sorted([*JOB_KEYS, *ATTEMPT_KEYS, *kept_elsewhere]) == sorted(names)
+    builder = SummaryBuilder()
+    part = {"row_index": [0], "id": ["a"], "finish_reason": ["stop"], "error": pa.array([None], pa.string())}
+    builder.add_committed(pa.table(part | {"num_prompt_tokens": [3], "num_output_tokens": [40]}))
+    builder.add_row(finish_reason="stop", num_prompt_tokens=4, num_output_tokens=7, row_index=1)
+    summary = build(builder)
+    job, attempt = summary.job_numbers(), summary.attempt_numbers()
+    assert (job["num_rows_done"], job["num_prompt_tokens"], job["num_output_tokens"]) == (2, 7, 47)
+    assert (attempt["num_rows"], attempt["num_output_tokens"], attempt["tokens_per_s"]) == (1, 7, 3.5)
 
 
 def test_the_table_fits_80_columns_and_says_it_all():
