@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import pyarrow.compute as pc
+
 import ember
 from ember.config import JobConfig
 from ember.data.done import DoneRows, drop_error_rows, read_parts
@@ -40,12 +42,34 @@ def claim(
         _start_over(now, config, folder)
     _check_manifest(now, _facts(config, plan, reader), folder, str(config.output))
     hashes.save()
-    form = part_format(config.output_format)
     if config.retry_errors:
-        drop_error_rows(folder.completions, form, folder.part_prefix)
+        drop_error_rows(folder.completions, part_format(config.output_format), folder.part_prefix)
+    return _left(config, reader.num_rows, folder, counts)
+
+
+def foresee(config: JobConfig, plan: EnginePlan, reader: PromptReader, folder: OutputFolder) -> Work:
+    """What `claim` would find; nothing is changed, and `folder` need not exist nor be locked.
+
+    Raises:
+        UserError: as `claim` does.
+    """
+    folder.check()
+    found = None if config.force else Manifest.load(folder.store)
+    if found is not None:
+        found.check(fingerprint(config, plan, reader.files, FileHashes(folder.store)), str(config.output))
+        return _left(config, reader.num_rows, folder, SummaryBuilder())
+    if not config.force:
+        _refuse_parts(folder, str(config.output))
     share = Share.of(config, reader.num_rows)
-    done = DoneRows(reader.num_rows, share.shard, share.num_shards)
-    for part, keys in read_parts(folder.completions, form, folder.part_prefix):
+    return Work(share, DoneRows(reader.num_rows, share.shard, share.num_shards))
+
+
+def _left(config: JobConfig, num_input_rows: int, folder: OutputFolder, counts: SummaryBuilder) -> Work:
+    share = Share.of(config, num_input_rows)
+    done = DoneRows(num_input_rows, share.shard, share.num_shards)
+    for part, keys in read_parts(folder.completions, part_format(config.output_format), folder.part_prefix):
+        if config.retry_errors:  # `claim` has dropped them
+            keys = keys.filter(pc.not_equal(keys["finish_reason"], "error"))  # noqa: PLW2901
         done.add(keys["row_index"], f"{folder.completions.shown}/{part}")
         counts.add_committed(share.within(keys))
     return Work(share, done)
@@ -69,13 +93,17 @@ def _belongs(now: dict[str, Any], folder: OutputFolder) -> bool:
 def _check_manifest(now: dict[str, Any], facts: dict[str, Any], folder: OutputFolder, output: str) -> None:
     found = Manifest.load(folder.store)
     if found is None:
-        if folder.has_parts():
-            raise UserError(f"output={output} holds completions but no manifest.json; choose another output")
+        _refuse_parts(folder, output)
         if Manifest(now, facts).create(folder.store):
             return
         found = Manifest.load(folder.store)  # another shard was first
     assert found is not None
     found.check(now, output)
+
+
+def _refuse_parts(folder: OutputFolder, output: str) -> None:
+    if folder.has_parts():
+        raise UserError(f"output={output} holds completions but no manifest.json; choose another output")
 
 
 def _facts(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> dict[str, Any]:

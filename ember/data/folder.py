@@ -106,6 +106,20 @@ class OutputFolder:
             raise
         return self
 
+    def check(self) -> None:
+        """Refuse an `output` that is no folder or somebody else's; makes and locks nothing.
+
+        Raises:
+            ConfigError: as `create` does.
+        """
+        try:
+            self.store.names()
+            self._refuse_a_foreign_config()
+        except NotADirectoryError as error:
+            raise self._is_a_file(self.store) from error
+        except OSError as error:
+            raise self._unusable(error) from error
+
     def write_config(self, text: str) -> None:
         """Write the resolved settings (YAML) as `config.yaml`, below a comment line that marks it as ember's.
 
@@ -249,10 +263,13 @@ class OutputFolder:
             if folder.make():
                 self._made.append(folder)
         except (FileExistsError, NotADirectoryError) as error:
-            place = "" if folder is self.store else f" ({folder.shown} is in the way)"
-            raise ConfigError("output", self._given, f"is a file, must be a folder{place}; {_ANOTHER}") from error
+            raise self._is_a_file(folder) from error
         except OSError as error:
             raise self._unusable(error) from error
+
+    def _is_a_file(self, folder: Store) -> ConfigError:
+        place = "" if folder is self.store else f" ({folder.shown} is in the way)"
+        return ConfigError("output", self._given, f"is a file, must be a folder{place}; {_ANOTHER}")
 
     def _refuse_a_foreign_config(self) -> None:
         if not self.store.exists(CONFIG):

@@ -21,8 +21,9 @@ from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.data.output import OutputProcessor, RequestOutput
+from ember.entrypoints.admission import Admission
 from ember.entrypoints.plan import EnginePlan
-from ember.errors import ConfigError, RequestError, UserError
+from ember.errors import RequestError, UserError
 from ember.model.gpt2 import GPT2
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
@@ -117,10 +118,10 @@ class LLM:
         seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed)
+        admission = Admission(self.plan)
         try:
-            result.prompt_token_ids = self._token_ids(prompt, allow_special_tokens)
-            self._check_length(len(result.prompt_token_ids))
-            room = self._room(result.prompt_token_ids, params)
+            result.prompt_token_ids = admission.token_ids(prompt, allow_special_tokens=allow_special_tokens)
+            room = admission.room(len(result.prompt_token_ids), params)
         except RequestError as error:
             result.finish_reason, result.error, result.error_kind = FinishReason.ERROR, str(error), error.kind
             return result
@@ -154,36 +155,6 @@ class LLM:
             self._outputs.discard(sequence.request_id)
         return len(sequences)
 
-    def _token_ids(self, prompt: Prompt, allow_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            self._check_length(self.plan.tokenizer.min_tokens(prompt), "at least ")
-            try:
-                ids = self.plan.tokenizer.encode(prompt, allow_special_tokens=allow_special_tokens)
-            except UserError as error:
-                raise RequestError("bad_prompt", str(error)) from None
-        else:
-            ids = _checked_ids(prompt, self.plan.network.vocab_size)
-        if not ids:
-            raise RequestError("empty_prompt", "the prompt is empty: there is nothing to condition on")
-        return ids
-
-    def _check_length(self, num_tokens: int, at_least: str = "") -> None:
-        if num_tokens >= self.plan.max_model_len:
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {at_least}{num_tokens} tokens, which leaves no room for one more within "
-                f"max_model_len={self.plan.max_model_len}",
-            )
-
-    def _room(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
-        """Most output tokens: `max_tokens` within what `max_model_len` leaves."""
-        try:
-            self.plan.check_stop_ids(params)
-        except ConfigError as error:
-            raise RequestError("bad_sampling", str(error)) from None
-        left = self.plan.max_model_len - len(prompt_token_ids)
-        return left if params.max_tokens is None else min(left, params.max_tokens)
-
 
 def _check_names(settings: Iterable[str]) -> None:
     known = [field.name for field in fields(EngineConfig) if field.name != "model"]
@@ -192,15 +163,6 @@ def _check_names(settings: Iterable[str]) -> None:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.7)
             hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
             raise UserError(f"{key}: no such setting of an LLM; {hint}")
-
-
-def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:
-    if not isinstance(prompt, (list, tuple)):
-        raise RequestError("bad_prompt", f"a prompt is a string or a list of token ids, not {type(prompt).__name__}")
-    for token in prompt:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise RequestError("bad_prompt", f"token id {token!r} is not in the vocabulary of {vocab_size}")
-    return list(prompt)
 
 
 def _as_list(prompts: Any) -> list[Prompt]:
