@@ -57,7 +57,7 @@ def test_rows_are_shown_with_what_would_become_of_them(say):
     assert line(said, "row 2").startswith(
         "row 2 (too long): would be an error row: prompt_too_long: p.jsonl:3: the prompt"
     )
-    assert "would be an error row: empty_prompt: p.jsonl:4: the prompt is empty" in line(said, "row 3")
+    assert "would be an error row: bad_row: p.jsonl:4: prompt is empty" in line(said, "row 3")
     assert "would be an error row: bad_sampling: p.jsonl:5: top_p=7" in line(said, "row 4")
     assert "row 5" not in said
     assert max(map(len, said.splitlines())) < 400
