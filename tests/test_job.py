@@ -15,6 +15,7 @@ import pytest
 
 from ember.config import JobConfig
 from ember.job import run_job
+from ember.run import main
 from ember.sampling_params import SamplingParams
 
 NUM_SEQS = 16
@@ -53,42 +54,52 @@ def test_the_batch_stays_full_while_input_remains(tmp_path, scheduler):
     """Reading a chunk and draining it: the batch would run empty at the end of each file or output part."""
     (tmp_path / "in").mkdir()
     for part in range(3):
-        write_rows(tmp_path / "in" / f"{part}.jsonl", part * 200, 200)
-    run_job(streaming_job(tmp_path, scheduler=scheduler))
-    assert len(completions(tmp_path / "out")) == 600
+        write_rows(tmp_path / "in" / f"{part}.jsonl", part * 80, 80)
+    run_job(streaming_job(tmp_path, scheduler=scheduler, commit_every=20))
+    assert len(completions(tmp_path / "out")) == 240
     assert len(list((tmp_path / "out" / "completions").glob("part-*.parquet"))) > 3
     steps = ds.dataset(tmp_path / "out" / "steps").to_table().to_pylist()
     running = [step["num_running"] for step in sorted(steps, key=lambda step: step["step"])]
     finished = [step["num_finished"] for step in sorted(steps, key=lambda step: step["step"])]
-    assert sum(finished) == 600
-    left, full = 600, running.index(NUM_SEQS)
+    assert sum(finished) == 240
+    left, full = 240, running.index(NUM_SEQS)
     for step, (now, done) in enumerate(zip(running, finished, strict=True)):
         if step >= full and left >= NUM_SEQS:
             assert now == NUM_SEQS, f"step {step}: {now} running, {left} rows left"
         left -= done
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """A folder with rows in `in`, and what a job makes of them when nothing disturbs it."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    (folder / "in").mkdir()
+    write_rows(folder / "in" / "a.jsonl", 0, 120, longest=80)
+    run_job(streaming_job(folder))
+    return folder / "in", completions(folder / "out")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_in_order_and_the_same_command_goes_on(tmp_path, number, code):
+def test_a_signal_stops_in_order_and_the_same_command_goes_on(
+    tmp_path, monkeypatch, capsys, uninterrupted, number, code
+):
     """Rows that were finished lost at Ctrl-C, or rows in flight written half done."""
-    (tmp_path / "in").mkdir()
-    write_rows(tmp_path / "in" / "a.jsonl", 0, 150, longest=80)
-    expected = tmp_path / "expected"
-    run_job(streaming_job(tmp_path, output=str(expected)))
-    words = ["data=in", "output=out", "sampling.ignore_eos=true", "sampling_columns={max_tokens: n_out}"]
+    monkeypatch.chdir(tmp_path)
+    data, expected = uninterrupted
+    words = [f"data={data}", "output=out", "sampling.ignore_eos=true", "sampling_columns={max_tokens: n_out}"]
     words += ["max_num_seqs=8", "grace_s=0.2", "progress=false", "commit_every=10"]
     command = [sys.executable, "-m", "ember.run", *words]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     waited = time.monotonic() + 60
-    while not list((tmp_path / "out").glob("completions/part-*.parquet")) and time.monotonic() < waited:
+    while not list(Path("out").glob("completions/part-*.parquet")) and time.monotonic() < waited:
         time.sleep(0.02)
     process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == code, said
-    done = completions(tmp_path / "out")
-    assert 0 < len(done) < 150
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert again.returncode == 0, again.stderr
-    assert completions(tmp_path / "out") == completions(expected)
-    once_more = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert once_more.returncode == 0 and "nothing to do" in once_more.stdout
+    done = completions(Path("out"))
+    assert 0 < len(done) < 120
+    assert main(words) == 0
+    assert completions(Path("out")) == expected
+    capsys.readouterr()
+    assert main(words) == 0
+    assert "nothing to do" in capsys.readouterr().out
