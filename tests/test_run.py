@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
@@ -17,6 +18,7 @@ import yaml
 
 import ember.run
 from ember.config import JobConfig
+from ember.data.store import LocalStore, Write, cant_write
 from ember.entrypoints.cli import main as cli
 from ember.errors import UserError
 from ember.launch.keys import NO_BASE
@@ -196,6 +198,29 @@ def test_an_error_of_the_job_itself_is_one_line(
 
     stub_job(monkeypatch, end)
     assert mistake(FAST) == "the pool is too small\\nby far"
+
+
+def test_a_job_that_had_begun_and_cannot_go_on_ends_with_1(
+    job_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """2 would send people, and scripts that mend settings, looking for a mistake that is none: the disk was full."""
+    (job_folder / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 4, encoding="utf-8")
+    words = [*FAST, "output=out", "commit_every=1", "max_num_seqs=1"]
+    assert main([*words, "limit=1"]) == 0
+    capsys.readouterr()
+    real = LocalStore.put_atomically
+
+    def full(self: LocalStore, name: str, write: Write, **how: bool) -> None:
+        if name == "part-00002.parquet":
+            raise cant_write(name, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        real(self, name, write, **how)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStore, "put_atomically", full)
+        assert main(words) == 1
+    assert capsys.readouterr().err == "error: can't write part-00002.parquet: No space left on device\n"
+    assert json.loads((job_folder / "out" / "summary.json").read_text())["exit_code"] == 1
+    assert main(words) == 0
 
 
 def test_a_bug_shows_its_traceback(

@@ -235,12 +235,14 @@ def final_table(summary: JobSummary, output_path: str) -> str:
 
 
 def _facts(s: JobSummary) -> list[tuple[str, str]]:
+    resumed = s.num_rows_before > 0
     return [
         ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}, {s.num_errors:,} with an error"),
-        *([("resumed", f"{s.num_rows_before:,} rows were there already")] if s.num_rows_before else []),
+        *([("resumed", f"{s.num_rows_before:,} rows were there already")] if resumed else []),
         *([("ids", f"{s.num_duplicate_ids:,} rows have an id that occurred before")] if s.num_duplicate_ids else []),
         ("finished by", ", ".join(f"{name} {count:,}" for name, count in s.finish_reasons.items()) or "-"),
         ("tokens", f"{s.num_prompt_tokens:,} prompt, {s.num_output_tokens:,} output"),
+        *([("this attempt", f"{s.num_output_tokens_new:,} output tokens; what follows is its own")] if resumed else []),
         ("speed", f"{s.tokens_per_s:,.1f} output tokens/s"),
         ("time", f"{s.duration_s:,.1f} s in {s.num_steps:,} steps ({s.engine_s:,.1f} s) + loading {s.load_s:,.1f} s"),
         ("KV blocks", f"at most {s.peak_blocks_used:,} of {s.blocks_total:,} used, block_size {s.block_size}"),

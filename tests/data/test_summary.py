@@ -150,6 +150,14 @@ def test_the_table_fits_80_columns_and_says_it_all():
     assert lines[-1].endswith(" outputs/run/1")
 
 
+def test_the_table_of_a_resumed_job_says_what_is_this_attempts():
+    """A speed of 10 rows under the tokens of a thousand."""
+    summary = JobSummary(status="finished", exit_code=0, run_id="r", num_rows_done=9, num_output_tokens=90)
+    assert "attempt" not in final_table(summary, "out")
+    summary.num_rows_before, summary.num_output_tokens_new = 6, 30
+    assert "  this attempt 30 output tokens; what follows is its own\n" in final_table(summary, "out")
+
+
 def test_settings_take_as_many_lines_as_they_need():
     """The pool size, last of a long list, cut off: it is what one compares jobs by."""
     settings = {f"setting_{i}": "x" * 12 for i in range(7)} | {"pool_size": "4096tok"}

@@ -148,7 +148,7 @@ def finish(config: JobConfig) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def stress(kills: int, seed: int, num_rows: int = 120) -> Tally:
+def stress(kills: int, seed: int, num_rows: int) -> Tally:
     """Kill jobs until `kills` have died; every job is then run to its end and compared with a clean run."""
     torch.set_num_threads(1)
     rng = random.Random(seed)
@@ -199,8 +199,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rows", type=int, default=120, help="rows of each job")
     options = parser.parse_args()
-    tally = stress(options.kills, options.seed)
+    tally = stress(options.kills, options.seed, options.rows)
     print(json.dumps(vars(tally)))
     bad = tally.rows_lost + tally.rows_doubled + tally.rows_changed + tally.torn_files + tally.leftovers
     raise SystemExit(1 if bad else 0)
