@@ -68,8 +68,9 @@ def local(tmp_path_factory):
     """What the local runner makes of the same rows: its summary and its completions."""
     folder = tmp_path_factory.mktemp("local")
     write_prompts(folder / "p.jsonl")
-    summary = run_job(config(str(folder / "p.jsonl"), str(folder / "out")))
-    return summary, completions(folder / "out")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)  # error rows name their file as `data` spells it
+        return run_job(config("p.jsonl", "out")), completions("out")
 
 
 def config(data, output, **settings):
