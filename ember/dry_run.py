@@ -21,7 +21,7 @@ _TOKENS_SHOWN = 20
 
 
 def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None:
-    """Print the resolved job. Nothing is computed or written, no weights are read.
+    """Print the resolved job. Nothing is computed, no file of `output` is touched, no weights are read.
 
     Raises:
         UserError: the job would be refused for what its `output` holds.
@@ -38,7 +38,7 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
         print(f"the first {len(rows)} rows to compute:")
     for row in rows:
         print(f"row {row.row_index}{'' if row.id is None else f' ({row.id})'}: {_describe(row, config, plan)}")
-    print("dry run: nothing was computed or written")
+    print("dry run: nothing was computed and no result written")
 
 
 def _show_engine(config: JobConfig, plan: EnginePlan) -> None:

@@ -66,9 +66,9 @@ LAUNCHERS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_shards_in_processes_of_a_launcher_make_one_whole_output(launcher):
-    done = sweep("shard=range(3)", "num_shards=3", "output=out", f"hydra/launcher={launcher}")
+    done = sweep("shard=range(2)", "num_shards=2", "output=out", f"hydra/launcher={launcher}")
     assert done.returncode == 0, done.stderr
-    assert len(list(Path("out/completions").glob("part-*"))) >= 3
+    assert len(list(Path("out/completions").glob("part-*"))) >= 2
     run_job(JobConfig(data="p.jsonl", output="local", progress=False))
     assert tokens("out") == tokens("local")
 
@@ -77,11 +77,11 @@ def test_shards_in_processes_of_a_launcher_make_one_whole_output(launcher):
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_that_fails_leaves_the_others_and_its_exit_code(launcher):
     """What a job returns or raises is lost in a launcher's process; an exception there would end the sweep."""
-    done = sweep("max_model_len=64,100000,128", "output=out", "limit=2", f"hydra/launcher={launcher}")
+    done = sweep("max_model_len=100000,128", "output=out", "limit=2", f"hydra/launcher={launcher}")
     assert done.returncode == 2, done.stderr
     lines = done.stdout.split("settings\n")[1].splitlines()
-    assert [line.split()[:3] for line in lines] == [["0", "0", "ok"], ["1", "2", "mistake"], ["2", "0", "ok"]]
-    assert sorted(path.name for path in Path("out").iterdir()) == ["max_model_len=128", "max_model_len=64"]
+    assert [line.split()[:3] for line in lines] == [["0", "2", "mistake"], ["1", "0", "ok"]]
+    assert sorted(path.name for path in Path("out").iterdir()) == ["max_model_len=128"]
 
 
 @needs_joblib

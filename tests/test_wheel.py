@@ -33,11 +33,21 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     are not read, so an editable install of the checkout is not seen.
     """
     folder = tmp_path_factory.mktemp("installed")
-    venv.create(folder, with_pip=True)
+    venv.create(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     borrowed = [entry for entry in sys.path if entry.endswith("site-packages")]
     (site / "borrowed.pth").write_text("\n".join(borrowed) + "\n", encoding="utf-8")
-    run([str(folder / "bin" / "python"), "-m", "pip", "install", "--no-deps", "--no-index", str(wheel)], folder)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
+    run([*pip, str(wheel)], folder)
     yield folder / "bin"
 
 
