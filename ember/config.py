@@ -16,11 +16,14 @@ ON_ERROR = ("row", "stop")
 FORMATS = ("auto", "openai_batch")
 OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
 RUNNERS = ("local", "ray")
+WEIGHTS = ("auto", "int8", "fp16")
+DETERMINISTIC = ("auto", "require")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 STDIN = "-"
 _OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column": "sampling"}
 _POOL_SIZE = re.compile(r"([0-9]+)(tok|KiB|MiB|GiB|TiB)?")
 _ENGINE_NUMBERS = {
+    "num_threads": (1, 4096),
     "block_size": (1, 2**16),
     "max_num_seqs": (1, MOST),
     "max_num_batched_tokens": (1, MOST),
@@ -64,6 +67,9 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     device: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
+    num_threads: int | None = None
+    deterministic: str = "auto"
     attention: str = "auto"
     scheduler: str = "prefill_first"
     block_size: int = 16
@@ -77,6 +83,8 @@ class EngineConfig:
         if isinstance(self.model, str):
             raise ConfigError("model", self.model, "must be a ModelConfig; use ModelConfig(name=...) or (path=...)")
         one_of("dtype", self.dtype, DTYPES)
+        one_of("weights", self.weights, WEIGHTS)
+        one_of("deterministic", self.deterministic, DETERMINISTIC)
         one_of("attention", self.attention, ATTENTION_BACKENDS)
         one_of("scheduler", self.scheduler, POLICIES)
         _whole_numbers(self, _ENGINE_NUMBERS)

@@ -47,7 +47,11 @@ def _show_engine(config: JobConfig, plan: EnginePlan) -> None:
     tokens = f"{blocks:,} blocks of {config.block_size} tokens = {blocks * config.block_size:,} tokens, {size:,} bytes"
     print(f"model   {plan.folder.name}: {network.n_layer} layers, {network.n_head} heads, width {network.n_embd}")
     print(f"        {plan.folder.path}")
-    print(f"runs    on {plan.device} in {plan.dtype_name}, attention {plan.attention}, scheduler {config.scheduler}")
+    weights = "" if config.weights == "auto" else f", weights {config.weights}"
+    print(
+        f"runs    on {plan.device} in {plan.dtype_name}{weights}, attention {plan.attention}, "
+        f"scheduler {config.scheduler}"
+    )
     print(f"        max_model_len {plan.max_model_len}, max_num_seqs {config.max_num_seqs}")
     print(f"pool    {tokens}")
 

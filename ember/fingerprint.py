@@ -30,6 +30,7 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
         "result_version": RESULT_VERSION,
         **model,
         "dtype": plan.dtype_name,
+        "weights": config.weights,
         "attention": plan.attention,
         "device": plan.device.type,
         "max_model_len": plan.max_model_len,

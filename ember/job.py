@@ -77,6 +77,8 @@ def _plan(config: JobConfig) -> EnginePlan:
         plan.check_stop_ids(config.sampling)
     except ConfigError as error:
         raise error.under("sampling") from None
+    if plan.why_not_exact is not None:
+        print(f"note: not exact to the bit: {plan.why_not_exact}", file=sys.stderr)
     return plan
 
 

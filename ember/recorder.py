@@ -156,7 +156,7 @@ class Recorder:
 
     def _summary(self, status: JobStatus) -> JobSummary:
         plan = self.plan
-        return self._counts.build(
+        summary = self._counts.build(
             status=status,
             run_id=self._run_id,
             num_rows_total=self.work.share.num_rows,
@@ -168,12 +168,15 @@ class Recorder:
                 "model": plan.folder.name,
                 "device": str(plan.device),
                 "dtype": plan.dtype_name,
+                "weights": plan.dtype_name if self.config.weights == "auto" else self.config.weights,
                 "attention": plan.attention,
                 "scheduler": self.config.scheduler,
                 "pool_size": self.config.pool_size,
                 **({} if self.config.runner == "local" else {"runner": self.config.runner}),
             },
         )
+        summary.deterministic, summary.deterministic_why = plan.why_not_exact is None, plan.why_not_exact
+        return summary
 
 
 def _completion_row(row: PromptRow, output: RequestOutput) -> dict[str, Any]:

@@ -1,14 +1,46 @@
-"""How idle threads wait. Two OpenMP runtimes share a process, torch's and numba's.
+"""How many threads compute, and how idle ones wait. Two OpenMP runtimes share a process, torch's and numba's.
 
 By default each keeps its threads spinning after every parallel region, where they take the cores from the other's, and
-from every other process: measured on 2 cores, up to ten times slower. Free of torch: it must run before torch loads.
+from every other process: measured on 2 cores, up to ten times slower. Free of torch until a function needs it: how idle
+threads wait must be said before torch loads.
 """
 
 from __future__ import annotations
 
 import os
 
+from ember.errors import ConfigError
+
 
 def sleep_when_idle() -> None:
     """Let idle OpenMP threads sleep, unless the user's OMP_WAIT_POLICY says otherwise."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Let torch compute with so many threads in this process; None leaves it as it is.
+
+    Raises:
+        ConfigError: more than there are cores, where they would only wait for each other.
+    """
+    if num_threads is None:
+        return
+    if num_threads > (cores := num_cores()):
+        raise ConfigError("num_threads", num_threads, f"this process may use {cores} cores; set at most that, or null")
+    import torch
+
+    torch.set_num_threads(num_threads)
+
+
+def numba_follows_torch() -> None:
+    """Let numba use as many threads as torch, in this Python thread: numba keeps the number for each thread apart."""
+    import numba
+    import torch
+
+    most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+    numba.set_num_threads(min(torch.get_num_threads(), most))

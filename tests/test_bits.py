@@ -7,10 +7,12 @@ import torch
 
 from ember import LLM, SamplingParams
 from ember.core.batch import ScheduledSequence
-from ember.model.linear import Linear, can_pack
+from ember.model.linear import make_linear
 from tests.fakes import prompts_of_many_lengths
 
 OUTPUT_TOKENS = 6
+WEIGHTS = ("auto", "int8", "fp16")
+HEIGHTS = (*range(1, 65), 100, 120, 127, 128, 255, 299)
 BASE = {"block_size": 16, "scheduler": "prefill_first", "max_num_batched_tokens": 2048, "pool_size": "8192tok"}
 
 
@@ -37,9 +39,14 @@ def prompts() -> list[list[int]]:
     return prompts_of_many_lengths()
 
 
+@pytest.fixture(scope="module", params=WEIGHTS)
+def weights(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> dict[tuple[int, int], torch.Tensor]:
-    return logits_of(prompts)
+def expected(prompts: list[list[int]], weights: str) -> dict[tuple[int, int], torch.Tensor]:
+    return logits_of(prompts, weights=weights)
 
 
 @pytest.mark.parametrize(
@@ -58,34 +65,49 @@ def expected(prompts: list[list[int]]) -> dict[tuple[int, int], torch.Tensor]:
     ],
     ids=str,
 )
-def test_no_setting_changes_a_bit(prompts, expected, settings):
+def test_no_setting_changes_a_bit(prompts, weights, expected, settings):
     """A sum whose order follows the batch, the chunk or the block: greedy ties and sampled draws would flip."""
-    found = logits_of(prompts, **settings)
+    found = logits_of(prompts, weights=weights, deterministic="require", **settings)
     assert found.keys() == expected.keys()
     different = [key for key, logits in found.items() if not torch.equal(logits, expected[key])]
     assert not different
 
 
-def test_threads_do_not_change_a_bit(prompts, expected):
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_threads_do_not_change_a_bit(prompts, weights, expected, num_threads):
     """A laptop and a server must make the same rows."""
     before = torch.get_num_threads()
-    torch.set_num_threads(3 - min(before, 2))
     try:
-        found = logits_of(prompts)
+        found = logits_of(prompts, weights=weights, num_threads=num_threads)
+        assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(logits, expected[key]) for key, logits in found.items())
 
 
-@pytest.mark.parametrize("shape", [(576, 192), (768, 192), (192, 768), (4096, 192), (37, 24), (2304, 768)], ids=str)
+def test_the_forms_of_weights_differ(prompts):
+    """Would `weights` be ignored, the tests above would show nothing about it."""
+    logits = [logits_of(prompts[:1], weights=form)[0, len(prompts[0])] for form in WEIGHTS]
+    for i, one in enumerate(logits):
+        assert not any(torch.equal(one, other) for other in logits[:i])
+
+
+@pytest.mark.parametrize("form", WEIGHTS)
+@pytest.mark.parametrize("shape", [(576, 192), (768, 192), (192, 768), (4096, 192), (37, 24), (50, 31)], ids=str)
 @pytest.mark.parametrize("activation", ["none", "gelu_new", "gelu", "relu"])
-def test_a_packed_row_has_the_same_bits_at_every_height(shape, activation):
-    """oneDNN picking another kernel for a low matrix."""
+def test_a_row_has_the_same_bits_at_every_height(form, shape, activation):
+    """A library picking another kernel for a low matrix, or a scale or an activation that looks at neighbours."""
     rng = torch.Generator().manual_seed(0)
     weight, bias = torch.randn(shape, generator=rng) * 0.05, torch.randn(shape[0], generator=rng)
-    assert can_pack(weight)
-    layer, x = Linear(weight, bias, activation), torch.randn(300, shape[1], generator=rng)
+    layer, x = make_linear(weight, bias, activation, form), torch.randn(300, shape[1], generator=rng)
     whole = layer(x)
-    for height in (1, 2, 3, 5, 8, 16, 31, 64, 128, 255):
-        assert torch.equal(layer(x[:height].clone()), whole[:height])
+    assert not [height for height in HEIGHTS if not torch.equal(layer(x[:height].clone()), whole[:height])]
     assert torch.equal(layer(x[200:203].clone()), whole[200:203])
+
+
+def test_a_rows_bits_are_the_same_beside_any_neighbour():
+    """One scale for the whole matrix: a row with large numbers would coarsen all others."""
+    rng = torch.Generator().manual_seed(0)
+    layer, x = make_linear(torch.randn(64, 32, generator=rng), form="int8"), torch.randn(8, 32, generator=rng)
+    loud = torch.cat([x, 1000 * torch.ones(1, 32)])
+    assert torch.equal(layer(loud)[:8], layer(x))

@@ -14,6 +14,7 @@ import torch
 
 from ember.attention.base import AttentionMetadata
 from ember.cache.kv_pool import KVLayer
+from ember.threads import numba_follows_torch
 
 QUERY_TILE = 16
 """Most queries that share a pass over their keys: a tile's K/V stays in the cache while they do."""
@@ -27,7 +28,7 @@ class CpuAttention:
 
         self._kernel = cpu_kernel
         begin = time.perf_counter()
-        cpu_kernel.warm_up(torch.get_num_threads())
+        cpu_kernel.warm_up()
         seconds = time.perf_counter() - begin
         if seconds > 3:
             logging.getLogger(__name__).warning(
@@ -36,6 +37,7 @@ class CpuAttention:
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Cut queries into tiles and deal them to the threads, the dearest first."""
+        numba_follows_torch()
         self._tables = metadata.block_tables.numpy()
         self._slots = metadata.slot_mapping.numpy()
         self._tiles = _deal(_tiles(metadata), torch.get_num_threads()).numpy()

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numba
 import numpy as np
 from numba import njit, prange
 
@@ -168,9 +167,8 @@ def store(k: Any, v: Any, slots: Any, keys: Any, values: Any) -> None:
                 values[block, head, offset, d] = v[t, head, d]
 
 
-def warm_up(num_threads: int) -> None:
-    """Compile, or load what an earlier process compiled; numba then uses as many threads as torch."""
-    numba.set_num_threads(min(num_threads, numba.get_num_threads()))
+def warm_up() -> None:
+    """Compile, or load what an earlier process compiled."""
     x = np.zeros((1, 1, 8), np.float32)
     keys, values = np.zeros((1, 1, 8, 4), np.float32), np.zeros((1, 1, 4, 8), np.float32)
     store(x, x, np.zeros(1, np.int64), keys, values)

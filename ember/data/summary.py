@@ -65,6 +65,7 @@ class JobSummary:
         peak_kv_utilization, mean_kv_utilization: live tokens per slot of the used blocks; the mean is over the steps
             that used any.
         num_recomputed_tokens: tokens computed a second time after a preemption.
+        deterministic: whether the bits of logits never depend on the batch; if they may, `deterministic_why` says why.
         settings: the model and the few settings that such numbers depend on.
     """
 
@@ -95,6 +96,8 @@ class JobSummary:
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
     peak_running: int = 0
+    deterministic: bool | None = None
+    deterministic_why: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
 
     def job_numbers(self) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from ember.model.gpt2 import GPT2
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
 from ember.sampling_params import SamplingParams
+from ember.threads import use_threads
 
 Prompt = str | list[int]
 
@@ -62,9 +63,11 @@ class LLM:
     def _load(self, plan: EnginePlan) -> None:
         self.plan = plan
         config = plan.config
+        use_threads(config.num_threads)
         weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
+        network = GPT2(plan.network, weights, config.weights)
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
-        runner = ModelRunner(GPT2(plan.network, weights), pool, make_backend(plan.attention), plan.device)
+        runner = ModelRunner(network, pool, make_backend(plan.attention), plan.device)
         scheduler = Scheduler(
             BlockManager(plan.num_blocks, config.block_size),
             policy=config.scheduler,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ember.attention.base import resolve_attention
 from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig
+from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.errors import ConfigError, UserError
 from ember.model.gpt2_config import GPT2Config
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """A resolved EngineConfig: what a dry run shows and what an LLM is built from."""
+    """A resolved EngineConfig: what a dry run shows and what an LLM is built from.
+
+    `why_not_exact` says why the bits of logits may follow the batch; it is None where they never do.
+    """
 
     config: EngineConfig
     folder: ModelFolder
@@ -33,6 +37,7 @@ class EnginePlan:
     max_model_len: int
     kv_shape: KVShape
     num_blocks: int
+    why_not_exact: str | None
 
     @staticmethod
     def resolve(config: EngineConfig) -> EnginePlan:
@@ -45,6 +50,13 @@ class EnginePlan:
         network = GPT2Config.from_folder(folder.path)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
+        if config.weights != "auto":
+            from ember.model.quantized import check_weights  # with numba, which other plans do without
+
+            check_weights(config.weights, device, dtype)
+        attention = resolve_attention(config.attention, device, dtype)
+        inexact = why_not_exact(device, dtype, config.weights, attention)
+        require_exact(config.deterministic, inexact)
         max_model_len = _max_model_len(config.max_model_len, network.max_position)
         shape = KVShape(
             n_layer=network.n_layer,
@@ -74,10 +86,11 @@ class EnginePlan:
             tokenizer=tokenizer,
             device=device,
             dtype=dtype,
-            attention=resolve_attention(config.attention, device, dtype),
+            attention=attention,
             max_model_len=max_model_len,
             kv_shape=shape,
             num_blocks=num_blocks,
+            why_not_exact=inexact,
         )
 
     def check_stop_ids(self, params: SamplingParams) -> None:

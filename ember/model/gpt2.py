@@ -7,21 +7,26 @@ no batch dimension, no padding. Attention is the backend's; everything else is h
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch.nn.functional import embedding, layer_norm
 
 from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
+from ember.model.embedding import token_embedding
 from ember.model.gpt2_config import GPT2Config
-from ember.model.linear import Linear
+from ember.model.linear import Linear, make_linear
+
+MakeLinear = Callable[..., Linear]
+"""Makes the linear layer of a name in the weights, with the activation that is to follow it."""
 
 
 class LayerNorm:
     """y = (x - mean) / sqrt(var + eps) * weight + bias over the last dimension."""
 
-    def __init__(self, weights: MutableMapping[str, torch.Tensor], name: str, eps: float) -> None:
+    def __init__(self, weights: Mapping[str, torch.Tensor], name: str, eps: float) -> None:
         self.weight, self.bias, self.eps = weights[f"{name}.weight"], weights[f"{name}.bias"], eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,10 +37,10 @@ class LayerNorm:
 class Attention:
     """Causal self-attention with grouped queries: n_head query heads share n_kv_head K/V heads."""
 
-    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
+    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int) -> None:
         self.config = config
-        self.c_attn = _linear(weights, f"h.{index}.attn.c_attn")
-        self.c_proj = _linear(weights, f"h.{index}.attn.c_proj")
+        self.c_attn = linear(f"h.{index}.attn.c_attn")
+        self.c_proj = linear(f"h.{index}.attn.c_proj")
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= index + 1
@@ -54,9 +59,9 @@ class Attention:
 class MLP:
     """Two linears with the activation between them."""
 
-    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
-        self.c_fc = _linear(weights, f"h.{index}.mlp.c_fc", config.activation)
-        self.c_proj = _linear(weights, f"h.{index}.mlp.c_proj")
+    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int) -> None:
+        self.c_fc = linear(f"h.{index}.mlp.c_fc", config.activation)
+        self.c_proj = linear(f"h.{index}.mlp.c_proj")
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
@@ -66,11 +71,11 @@ class MLP:
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor], index: int) -> None:
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], linear: MakeLinear, index: int) -> None:
         self.ln_1 = LayerNorm(weights, f"h.{index}.ln_1", config.layer_norm_epsilon)
-        self.attn = Attention(config, weights, index)
+        self.attn = Attention(config, linear, index)
         self.ln_2 = LayerNorm(weights, f"h.{index}.ln_2", config.layer_norm_epsilon)
-        self.mlp = MLP(config, weights, index)
+        self.mlp = MLP(config, linear, index)
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
@@ -81,21 +86,28 @@ class Block:
 class GPT2:
     """The network over canonical weights (see `load_weights`); all linear weights are [out, in].
 
-    Weights of linears are taken out of `weights` as they are packed, so that none is held twice.
+    Each weight is asked for once, when its layer is made: a mapping that reads it from its file at that moment leaves
+    nothing in memory but the layers' own form of it.
+
+    Args:
+        form: how linears keep their weights: `auto`, `int8` or `fp16` (see `make_linear`).
     """
 
-    def __init__(self, config: GPT2Config, weights: MutableMapping[str, torch.Tensor]) -> None:
+    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str = "auto") -> None:
         self.config = config
-        self.wte, self.wpe = weights["wte.weight"], weights["wpe.weight"]
-        self.blocks = [Block(config, weights, index) for index in range(config.n_layer)]
+        linear = partial(_linear, weights, form)
+        self.wpe = weights["wpe.weight"]
+        self.blocks = [Block(config, weights, linear, index) for index in range(config.n_layer)]
         self.ln_f = LayerNorm(weights, "ln_f", config.layer_norm_epsilon)
-        self.lm_head = Linear(self.wte if config.tie_word_embeddings else weights["lm_head.weight"])
+        wte = weights["wte.weight"]
+        self.lm_head = make_linear(wte if config.tie_word_embeddings else weights["lm_head.weight"], form=form)
+        self.wte = token_embedding(wte, self.lm_head)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layers: list[KVLayer], attention: AttentionBackend
     ) -> torch.Tensor:
         """Hidden states [T, n_embd] of the packed tokens; `input_ids` and `positions` are [T]."""
-        x = embedding(input_ids, self.wte) + embedding(positions, self.wpe)
+        x = self.wte(input_ids) + embedding(positions, self.wpe)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, attention)
         return x
@@ -105,5 +117,5 @@ class GPT2:
         return self.lm_head(self.ln_f(hidden)).float()
 
 
-def _linear(weights: MutableMapping[str, torch.Tensor], name: str, activation: str = "none") -> Linear:
-    return Linear(weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias"), activation)
+def _linear(weights: Mapping[str, torch.Tensor], form: str, name: str, activation: str = "none") -> Linear:
+    return make_linear(weights[f"{name}.weight"], weights[f"{name}.bias"], activation, form)

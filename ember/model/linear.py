@@ -3,13 +3,14 @@
 On a CPU in float32 the weight is packed once for oneDNN, whose kernel gives a row the same bits at every height of the
 matrix and every number of threads; the activation runs in its epilogue (an activation over a whole matrix would not
 keep the bits: the ends of its vectors move with the shape). Elsewhere PyTorch's own linear is used, which is exact
-within the dtype's rounding only.
+within the dtype's rounding only. Weights of 8 and 16 bits are in `quantized`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn.functional import gelu, linear, relu
@@ -26,25 +27,54 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 _EPILOGUES = {"none": ("none", ""), "gelu_new": ("gelu", "tanh"), "gelu": ("gelu", "none"), "relu": ("relu", "")}
 
 
-def can_pack(weight: torch.Tensor) -> bool:
-    """Whether this PyTorch and device have the packed linear."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32 or not torch._C._has_mkldnn:
+class Linear(Protocol):
+    """A linear layer with weight [out, in], bias [out] or none, and one of the activations of GPT-2's MLP."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, out]."""
+
+
+def has_packed(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether this PyTorch has the packed linear there."""
+    if device.type != "cpu" or dtype != torch.float32 or not torch._C._has_mkldnn:
         return False
     return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
 
 
-class Linear:
-    """A linear layer with weight [out, in], bias [out] or none, and one of the activations of GPT-2's MLP."""
+def make_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none", form: str = "auto"
+) -> Linear:
+    """The layer whose weight is kept as `form` says: `auto` (in its dtype), `int8` or `fp16`."""
+    if form == "auto":
+        if has_packed(weight.device, weight.dtype):
+            return PackedLinear(weight, bias, activation)
+        return PlainLinear(weight, bias, activation)
+    from ember.model.quantized import Fp16Linear, Int8Linear
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none") -> None:
-        self._bias, self._activation = bias, activation
-        self._packed = can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS) if self._packed else weight
+    low = Int8Linear if form == "int8" else Fp16Linear
+    return low(weight, bias, activation)
+
+
+class PackedLinear:
+    """oneDNN's linear on a weight packed for it: a CPU in float32."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+        self._bias, self._epilogue = bias, _EPILOGUES[activation]
+        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
-        if not self._packed:
-            return _ACTIVATIONS[self._activation](linear(x, self._weight, self._bias))
-        name, algorithm = _EPILOGUES[self._activation]
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, name, [], algorithm)
+        name, algorithm = self._epilogue
+        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, name, [], algorithm)
         return y
+
+
+class PlainLinear:
+    """PyTorch's own linear: any device and dtype."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
+        self._weight, self._bias, self._activation = weight, bias, _ACTIVATIONS[activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, in] to [T, out]."""
+        return self._activation(linear(x, self._weight, self._bias))

@@ -2,12 +2,14 @@
 
 Whatever the file's naming, orientation, dtype and head, what comes out has one naming, linears `[out, in]`, one dtype.
 The files are not trusted: each is checked against the config before one tensor is read, and only safetensors is read
-(a pickle runs code). They are memory-mapped for one tensor at a time, so the memory needed is the result's.
+(a pickle runs code). A tensor is read when it is asked for, its file mapped no longer than that: of a network that
+packs its weights as it takes them, nothing is in memory twice.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,10 +45,34 @@ class _Stored:
             return tensor
 
 
-def load_weights(
-    folder: Path, config: GPT2Config, *, dtype: torch.dtype, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Every weight under its canonical name, contiguous, in `dtype` on `device`.
+class Weights(Mapping[str, torch.Tensor]):
+    """Canonical name -> weight, read from its file each time; nothing is kept.
+
+    Raises:
+        UserError: on reading, a file that has changed, is gone or can't be read.
+    """
+
+    def __init__(
+        self, stored: Mapping[str, _Stored], folder: Path, config: GPT2Config, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._stored, self._folder, self._config = stored, folder, config
+        self._dtype, self._device = dtype, device
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        try:
+            return _load(self._stored[name], name, self._config, self._dtype, self._device)
+        except (SafetensorError, OSError) as error:
+            raise _unreadable(self._folder, error) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def load_weights(folder: Path, config: GPT2Config, *, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Every weight under its canonical name, contiguous, in `dtype` on `device`; only the files' headers are read yet.
 
     Returns: with C = n_embd, V = vocab_size, P = max_position, I = n_inner, Q = C + 2 * n_kv_head * head_dim:
         wte.weight [V, C], wpe.weight [P, C], ln_f.{weight,bias} [C], lm_head.weight [V, C] only when untied, and for
@@ -60,11 +86,15 @@ def load_weights(
     stored = _canonical(_headers(folder))
     try:
         _settle_head(stored, config, folder)
-        shapes = _shapes(config)
-        _check(stored, shapes, config, folder)
-        return {name: _load(stored[name], name, config, dtype, device) for name in shapes}
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{folder}: the weights can't be read ({one_line(error)})") from None
+        raise _unreadable(folder, error) from None
+    shapes = _shapes(config)
+    _check(stored, shapes, config, folder)
+    return Weights({name: stored[name] for name in shapes}, folder, config, dtype, device)
+
+
+def _unreadable(folder: Path, error: Exception) -> UserError:
+    return UserError(f"{folder}: the weights can't be read ({one_line(error)})")
 
 
 def _headers(folder: Path) -> list[_Stored]:

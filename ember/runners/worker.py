@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import pickle
 import uuid
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import torch
 
 import ember
 from ember.cache.kv_pool import num_blocks_for
@@ -25,6 +23,7 @@ from ember.entrypoints.plan import EnginePlan
 from ember.errors import UserError
 from ember.runners.desk import Flag
 from ember.runners.shared_engine import SharedEngine
+from ember.threads import num_cores
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,7 +51,7 @@ class EngineSpec:
 
     Attributes:
         folder: the model's files here; where they are not, the settings' own model is looked for.
-        num_threads: of torch.
+        num_threads: of an engine, unless the settings say another number.
         num_sharing: engines that share a node's memory, or one GPU.
     """
 
@@ -70,9 +69,9 @@ class EngineSpec:
         """
         if self.version != ember.__version__:
             raise UserError(f"a worker has ember {ember.__version__}, the job {self.version}; install the same")
-        torch.set_num_threads(self.num_threads)
-        os.environ["NUMBA_NUM_THREADS"] = str(self.num_threads)  # its own setter speaks for one thread only
         config = copy.deepcopy(self.config)
+        if config.num_threads is None:
+            config.num_threads = min(self.num_threads, num_cores())
         if Path(self.folder).is_dir():
             config.model = ModelConfig(path=self.folder)
         plan = EnginePlan.resolve(config)

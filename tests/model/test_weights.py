@@ -258,9 +258,12 @@ def test_broken_files(tmp_path: Path) -> None:
 def test_the_file_may_go_once_loaded(tmp_path: Path) -> None:
     """Weights that are still the file's mapping die (SIGBUS) with a job whose model folder is updated in place."""
     save(tmp_path, canonical() | stored(canonical()))
-    found = load(tmp_path)
+    lazy = load(tmp_path)
+    found = dict(lazy)
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert_same(found, canonical())
+    with pytest.raises(UserError, match="can't be read"):
+        lazy["wte.weight"]
 
 
 def test_tiny() -> None:
