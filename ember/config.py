@@ -39,7 +39,7 @@ _JOB_NUMBERS = {
     "cpus_per_engine": (1, 10_000),
 }
 """The least and the most of each whole number."""
-_NULLABLE = ("max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
+_NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
 _FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

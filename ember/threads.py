@@ -38,9 +38,14 @@ def use_threads(num_threads: int | None) -> None:
 
 
 def numba_follows_torch() -> None:
-    """Let numba use as many threads as torch, in this Python thread: numba keeps the number for each thread apart."""
+    """Let numba use as many threads as torch, in this Python thread: numba keeps the number for each thread apart.
+
+    When numba starts its threads, on the first call, it sets OpenMP's number, which is torch's too: that is put back.
+    """
     import numba
     import torch
 
-    most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-    numba.set_num_threads(min(torch.get_num_threads(), most))
+    threads = torch.get_num_threads()
+    numba.set_num_threads(min(threads, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

@@ -28,6 +28,7 @@ class CpuAttention:
 
         self._kernel = cpu_kernel
         begin = time.perf_counter()
+        numba_follows_torch()
         cpu_kernel.warm_up()
         seconds = time.perf_counter() - begin
         if seconds > 3:

@@ -34,7 +34,7 @@ JOB_KEYS = (
 ATTEMPT_KEYS = (
     *("num_steps", "duration_s", "engine_s", "load_s", "tokens_per_s", "peak_kv_utilization", "mean_kv_utilization"),
     *("peak_blocks_used", "blocks_total", "block_size", "num_preemptions", "num_recomputed_tokens", "peak_running"),
-    "settings",
+    *("deterministic", "deterministic_why", "settings"),
 )
 
 

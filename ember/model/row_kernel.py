@@ -146,6 +146,7 @@ def finish_rows(y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, activ
 
 def warm_up() -> None:
     """Compile, or load what an earlier process compiled."""
+    numba_follows_torch()
     x, scales = np.zeros((1, 8), np.float32), np.zeros(1, np.float32)
     for scale in (_scale_few, _scale_many):
         scale(x, x.view(np.int32), np.empty_like(x), scales)

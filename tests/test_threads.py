@@ -1,0 +1,65 @@
+"""`num_threads`: torch's and numba's threads are as many, in whichever Python thread the engine steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from ember import LLM, SamplingParams
+from ember.errors import ConfigError
+from ember.threads import num_cores
+
+SEEN = """
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from ember import LLM, SamplingParams
+llm = LLM(device="cpu", pool_size="2048tok", num_threads={num_threads})
+import numba, torch
+def go():
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))
+    return torch.get_num_threads(), numba.get_num_threads()
+with ThreadPoolExecutor(1) as other:
+    print(*go(), *other.submit(go).result())
+"""
+
+
+def threads_seen(num_threads: int | None, **environment: str) -> list[int]:
+    """Threads of torch and numba in the main thread, then in another one, of a fresh process."""
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")} | environment
+    code = SEEN.format(num_threads=num_threads)
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_threads", "environment", "expected"), [(1, {}, 1), (None, {"OMP_NUM_THREADS": "1"}, 1), (None, {}, None)]
+)
+def test_torch_and_numba_agree_in_every_thread(num_threads, environment, expected):
+    """numba keeps its number for each Python thread: a worker's thread ran numba on all cores and torch on one."""
+    seen = threads_seen(num_threads, **environment)
+    assert len(seen) == 4
+    assert set(seen) == {expected or seen[0]}
+
+
+def test_more_threads_than_cores_are_refused():
+    with pytest.raises(ConfigError, match=rf"num_threads=4096: this process may use {num_cores()} cores"):
+        LLM(device="cpu", pool_size="2048tok", num_threads=4096)
+    with pytest.raises(ConfigError, match="num_threads=0"):
+        LLM(num_threads=0)
+
+
+def test_null_leaves_torch_as_it_is():
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as other:
+        other.submit(
+            lambda: LLM(device="cpu", pool_size="2048tok").generate("a", SamplingParams(max_tokens=1))
+        ).result()
+    assert torch.get_num_threads() == before
