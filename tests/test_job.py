@@ -14,6 +14,7 @@ import pyarrow.dataset as ds
 import pytest
 
 from ember.config import JobConfig
+from ember.errors import UserError
 from ember.job import run_job
 from ember.run import main
 from ember.sampling_params import SamplingParams
@@ -103,3 +104,27 @@ def test_a_signal_stops_in_order_and_the_same_command_goes_on(
     capsys.readouterr()
     assert main(words) == 0
     assert "nothing to do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("attention", "exact"), [("cpu", True), ("batched", False)])
+def test_the_summary_says_whether_bits_may_follow_the_batch(tmp_path, capsys, attention, exact):
+    """A promise on paper only: with another kernel the rows of a near tie could change, and nobody would be told."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "0.jsonl", 0, 2, longest=2)
+    run_job(streaming_job(tmp_path, attention=attention, device="cpu", weights="auto"))
+    attempt = json.loads((tmp_path / "out" / "summary.json").read_text())["attempts"][-1]
+    assert attempt["deterministic"] is exact
+    assert attempt["settings"]["weights"] == "float32"
+    why = attempt["deterministic_why"]
+    assert (why is None) if exact else ("attention=batched" in why)
+    assert ("note: not exact to the bit: attention=batched" in capsys.readouterr().err) is not exact
+
+
+def test_a_job_with_other_weights_is_another_job(tmp_path):
+    """int8 rows appended to float32 rows: `weights` must be part of what a result depends on."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "0.jsonl", 0, 2, longest=2)
+    run_job(streaming_job(tmp_path, weights="int8", num_threads=1))
+    with pytest.raises(UserError, match=r'weights: "int8" -> "auto"'):
+        run_job(streaming_job(tmp_path))
+    assert run_job(streaming_job(tmp_path, weights="int8")).num_rows_done == 2
