@@ -40,6 +40,7 @@ _JOB_NUMBERS = {
 }
 """The least and the most of each whole number."""
 _NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
+_TEXTS = ("output", "resume", "prompt_column", "id_column", "template", "sampling_column", "ray_address")
 _FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
@@ -169,6 +170,9 @@ class JobConfig(EngineConfig):
             self.template = unescape(self.template)
         self.sampling.stop = [unescape(s) for s in self.sampling.stop]
         _whole_numbers(self, _JOB_NUMBERS)
+        for key in _TEXTS:
+            if getattr(self, key) == "":
+                raise ConfigError(key, "''", "must not be empty; leave it out for its default")
         for key in _FLAGS:
             boolean(key, getattr(self, key))
         _check_shard(self.shard, self.num_shards)

@@ -19,6 +19,7 @@ from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
 from ember.launch.messages import report
 from ember.launch.outcome import BUG, CLEAN, TERMINATED, Outcome
+from ember.launch.overrides import check_overrides
 from ember.launch.places import CONFIG_DIR, shipped
 from ember.launch.plugins import register
 from ember.launch.settings import job_config
@@ -63,6 +64,7 @@ def task(cfg: DictConfig) -> float:
 
 def _start(arguments: Arguments) -> int:
     try:
+        check_overrides(arguments.overrides)
         hydra.main(config_path=str(shipped("conf")), config_name="config", version_base="1.3")(task)()
     except SystemExit as end:
         return _exit_code(end)

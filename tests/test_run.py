@@ -95,7 +95,27 @@ LINES = {
     "sampling.temperature=hot": "sampling.temperature=hot: must be a number",
     "sampling.seed=3": "sampling.seed=3: set the job's `seed` instead (or a seed a row)",
     "sampling=nope": "sampling=nope: no such choice (there are: balanced, creative, greedy, precise)",
-    "sampling=0.5": "sampling=0.5: must be the name of a choice, not a float",
+    "sampling=[greedy,creative]": "sampling=[greedy,creative]: must be the name of one choice, not a list; "
+    "for a sweep, -m sampling=A,B",
+    "model=[1]": "model=[1]: must be the name of one choice, not a list; for a sweep, -m model=A,B",
+    "sampling=null": "sampling=null: must be the name of a choice, not null",
+    "model={path: x}": "model={path: x}: must be the name of a choice; one setting of it is written model.path=x",
+    "+sampling=creative": "+sampling: the setting exists; write it without the +",
+    "sampling@x=creative": "sampling@x=creative: a setting has no @ in its name; write sampling=VALUE",
+    "~block_size": "~block_size: a setting can't be taken away; leave it out for its default, or write "
+    "block_size=VALUE",
+    "~nope": "~nope: no such setting; `ember --cfg job` shows all",
+    "=3": "=3: a setting is written key=value",
+    "sampling_columns={max_tokens: null}": "sampling_columns={max_tokens: null}: "
+    "sampling_columns.max_tokens must be text",
+    "sampling.stop_token_ids=[abc]": "sampling.stop_token_ids=[abc]: must be a list of whole numbers, [1, 2]",
+    "sampling.stop={a: b}": "sampling.stop={a: b}: must be text, or a list of texts",
+    "force=1": "force=1: must be true or false",
+    "block_size=true": "block_size=true: must be a whole number",
+    "output=": "output='': must not be empty; leave it out for its default",
+    "model.path=./nope": "model.path=./nope: no such folder (a Hub repo id looks like org/name or org/name@revision)",
+    "model.path=.": "model.path=.: config.json: no such file; a model folder needs it",
+    "sampling=0.5": "sampling=0.5: must be the name of a choice, not a number",
     "model=org/repo": "model=org/repo: no such choice "
     "(there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, scribe, tiny); a folder or Hub repo is model.path=org/repo",
     "foo": "foo: a setting is written key=value",
@@ -103,7 +123,8 @@ LINES = {
     "data=a,b.jsonl": "data=a,b.jsonl: a comma makes a sweep, which needs -m; as one text: data='\"a,b.jsonl\"'; "
     "as a list: data=[a,b.jsonl]",
     "data=glob(*)": "data=glob(*): makes a sweep, which needs -m; for a text, as a file pattern: data='\"*.jsonl\"'",
-    "output=${nope}": "output: Interpolation key 'nope' not found",
+    "output=${nope}": "output: Interpolation key 'nope' not found; "
+    "${...} takes another setting's value; as plain text it is written \\${...}",
 }
 
 
@@ -154,6 +175,22 @@ FILES = {
     "defaults: [confg]": "own.yaml: no config confg to build on",
     "defaults: [config, override sampling: nope]": "sampling=nope: no such choice "
     "(there are: balanced, creative, greedy, precise)",
+    f"{BASE}sampling: creative": "own.yaml: sampling=creative: a choice by name goes into the defaults list: "
+    "`defaults: [config, override sampling: creative, _self_]`; below `sampling:` stand single settings, {key: value}",
+    f"{BASE}model: null": "own.yaml: model=null: a choice by name goes into the defaults list: `defaults: [config, "
+    "override model: NAME, _self_]`; below `model:` stand single settings, {key: value}",
+    f"{BASE}model.path: x": "own.yaml: model.path: in a file it is written model: {path: VALUE}",
+    f"{BASE}schema: [a]": "own.yaml: schema=['a']: must be a mapping, {name: value}",
+    f"{BASE}sampling: {{stop_token_ids: [abc]}}": "own.yaml: sampling.stop_token_ids[0]=abc: must be a list of whole "
+    "numbers, [1, 2]",
+    f"{BASE}sampling: {{temperature: {10**400}}}": "a setting: the number is too large",
+    f"{BASE}hydra: {{foo: 1}}": "own.yaml: hydra.foo: Hydra has no such setting",
+    "defaults: [config, sampling: creative, _self_]": "sampling is chosen twice; in a job file's defaults list write "
+    "`override sampling: creative`",
+    "defaults: [config, override sampling: [greedy, creative], _self_]\ndata: x": "sampling: its choice must "
+    "be one name; in a job file's defaults `override sampling: NAME`",
+    "defaults: config": "own.yaml: defaults must be a list; a job file begins with `defaults: [config, override "
+    "sampling: creative, _self_]`",
     "- a": "primary config 'own' must be a DictConfig, got ListConfig",
 }
 
@@ -188,6 +225,20 @@ def test_a_sweep_with_no_jobs_is_a_mistake(mistake: Callable[[Sequence[str]], st
 
 def test_a_sweep_over_a_wrong_type_starts_nothing(job_folder: Path, mistake: Callable[[Sequence[str]], str]) -> None:
     assert mistake(["-m", "data=prompts.jsonl", "block_size=8,abc"]) == "block_size=abc: must be a whole number"
+
+
+def test_a_sweep_over_the_choices_of_a_group_takes_names_only(mistake: Callable[[Sequence[str]], str]) -> None:
+    own_job("own", f'{BASE}hydra: {{mode: MULTIRUN, sweeper: {{params: {{sampling: "[1]"}}}}}}')
+    assert mistake(["-cn", "own"]).startswith("sampling=[1]: must be the name of one choice, not a list")
+
+
+def test_a_cluster_that_is_not_there_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Sequence[str]], str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the launcher submitit")
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = mistake(["-m", "data=prompts.jsonl", "seed=1,2", "hydra/launcher=slurm"])
+    assert said.startswith("hydra/launcher=slurm: there is no Slurm here (no sbatch and srun on the PATH)")
 
 
 def test_an_error_of_the_job_itself_is_one_line(
@@ -332,7 +383,7 @@ def test_the_job_gets_plain_settings_and_hydras_folder(job_folder: Path, monkeyp
     (folder,) = (job_folder / "outputs" / "config").iterdir()
     assert config.output == str(folder)
     assert (folder / ".hydra" / "config.yaml").exists()
-    assert (folder / "ember.log").exists()
+    assert not (folder / "ember.log").exists()  # nothing was logged
 
 
 def test_free_mappings_are_open(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,8 +64,9 @@ class LLM:
         self.plan = plan
         config = plan.config
         use_threads(config.num_threads)
-        weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
-        network = GPT2(plan.network, weights, config.weights)
+        with plan.folder.blamed():
+            weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
+            network = GPT2(plan.network, weights, config.weights)
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
         runner = ModelRunner(network, pool, make_backend(plan.attention), plan.device)
         scheduler = Scheduler(

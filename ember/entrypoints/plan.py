@@ -47,7 +47,9 @@ class EnginePlan:
             UserError: no such model, an unsupported feature, a pool too small; one line.
         """
         folder = find_model(config.model.name, config.model.path)
-        network = GPT2Config.from_folder(folder.path)
+        with folder.blamed():
+            network = GPT2Config.from_folder(folder.path)
+            tokenizer = _tokenizer(folder, network)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if config.weights != "auto":
@@ -73,12 +75,6 @@ class EnginePlan:
             free_bytes=pool_bytes(device),
             total_bytes=total_bytes(device),
         )
-        tokenizer = Tokenizer.from_folder(folder.path)
-        if tokenizer.vocab_size > network.vocab_size:
-            raise UserError(
-                f"model {folder.name}: the tokenizer has {tokenizer.vocab_size} tokens but the network only "
-                f"{network.vocab_size}; the folder's vocab.json and merges.txt belong to another model, or are missing"
-            )
         return EnginePlan(
             config=config,
             folder=folder,
@@ -107,6 +103,16 @@ class EnginePlan:
     def dtype_name(self) -> str:
         """The dtype as in the settings: float32, bfloat16 or float16."""
         return str(self.dtype).removeprefix("torch.")
+
+
+def _tokenizer(folder: ModelFolder, network: GPT2Config) -> Tokenizer:
+    tokenizer = Tokenizer.from_folder(folder.path)
+    if tokenizer.vocab_size > network.vocab_size:
+        raise UserError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens but the network only {network.vocab_size}; the folder's "
+            "vocab.json and merges.txt belong to another model, or are missing"
+        )
+    return tokenizer
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

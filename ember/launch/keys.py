@@ -10,13 +10,18 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ember.config import JobConfig
 
 NO_BASE = "the job file does not build on ember's settings: begin it with `defaults: [config, _self_]`"
+_BY_HAND = {
+    "data": "a file, folder or glob, or a list of them",
+    "sampling.stop": "text, or a list of texts",
+}
+"""What the keys of type Any take."""
 _WORDS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
     str: "text",
     dict: "a mapping, {name: value}",
-    list: "a list, [value, value]",
+    list: "a list of whole numbers, [1, 2]",
 }
 
 
@@ -32,7 +37,13 @@ def known_keys(schema: type = JobConfig, prefix: str = "") -> dict[str, Any]:
 
 def must_be(key: str) -> str | None:
     """`must be a whole number, or null`: the type of a known key in words."""
-    kind = known_keys().get(key)
+    key = key.partition("[")[0]
+    if key in _BY_HAND:
+        return f"must be {_BY_HAND[key]}"
+    known = known_keys()
+    kind = known.get(key) or known.get(key.rpartition(".")[0])
+    if key not in known and get_origin(kind) is dict:
+        kind = get_args(kind)[1]
     options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     words = [_WORDS[o] for option in options if (o := get_origin(option) or option) in _WORDS]
     if not words:
@@ -40,11 +51,26 @@ def must_be(key: str) -> str | None:
     return f"must be {words[0]}" + (", or null" if NoneType in options else "")
 
 
+def is_group(key: str) -> bool:
+    """Whether a key names a group of settings, one of whose files is chosen by name."""
+    return is_dataclass(known_keys().get(key))
+
+
+def shape(key: str) -> type | None:
+    """dict or list, for a key that holds that and nothing else; else None."""
+    if key in _BY_HAND:
+        return None
+    origin = get_origin(known_keys().get(key))
+    return origin if origin in (dict, list) else None
+
+
 def no_such_key(key: str, value: Any = None) -> str:
     """The line for a key that does not exist, with the nearest one that does."""
     what = key if value is None else f"{key}={value}"
     near = nearest_key(key)
-    hint = f"did you mean {near}?" if near else f"there are: {', '.join(_siblings(key))}"
+    group = key.rpartition(".")[0]
+    others = f"there are: {', '.join(_siblings(key))}" if is_group(group) else "`ember --cfg job` shows all"
+    hint = f"did you mean {near}?" if near else others
     return f"{what}: no such setting; {hint}"
 
 

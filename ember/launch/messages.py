@@ -9,16 +9,18 @@ from collections.abc import Sequence
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
 from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
 from ember.errors import JobError, UserError
+from ember.launch.job_file import in_file
 from ember.launch.keys import NO_BASE, known_keys, must_be, no_such_key
 from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
 from ember.launch.places import job_folders, job_names, override_key
 
 _QUOTING = "cannot be read as it stands; a value with , = [ ] ( ) { } % # : ~ or letters beyond ASCII needs quotes"
+_INTERPOLATION = "${...} takes another setting's value; as plain text it is written \\${...}"
 _LAUNCHERS = {
     "joblib": "joblib",
     "submitit_slurm": "slurm",
@@ -27,7 +29,6 @@ _LAUNCHERS = {
     "ray": "ray-launcher",
 }
 """The extra that brings each launcher."""
-_IN_FILE = re.compile(r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: (?P<key>.*)")
 
 
 def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
@@ -55,14 +56,16 @@ def explain(error: BaseException, overrides: Sequence[str] = ()) -> str | None:
             return _missing(error, overrides)
         case ConfigCompositionException():
             return _composition(error, overrides)
+        case InterpolationKeyError() | GrammarParseError():
+            return f"{error.full_key or 'a setting'}: {_first_line(error)}; {_INTERPOLATION}"
         case OmegaConfBaseException():
             return f"{error.full_key}: {_first_line(error)}"
         case MarkedYAMLError():
             return f"{str(error.problem_mark).strip()}: {error.problem}"
         case HydraException() | ConfigLoadError() | YAMLError():
-            return _first_line(error)
-        case ValueError() if _from_hydra(error):
-            return _hydra_value_error(error, overrides)
+            return in_file(str(error)) or _first_line(error)
+        case ValueError() | OverflowError() if _from_reading(error):
+            return _unreadable_number(error)
     return None
 
 
@@ -126,16 +129,21 @@ def _composition(error: ConfigCompositionException, overrides: Sequence[str]) ->
         return f"{sweep[1]}: makes a sweep, which needs -m; for a text, as a file pattern: {_quoted(key, '*.jsonl')}"
     if plus := re.match(r"Could not append to config\. An item is already at '(.*)'", text):
         return f"+{plus[1]}: the setting exists; write it without the +"
-    if in_file := _IN_FILE.match(text):
-        return _in_file(in_file)
-    return _first_line(error)
+    if not text and cause is not None:
+        return explain(cause, overrides) or _first_line(cause)
+    return in_file(text) or _first_line(error)
 
 
 def _wrong_type(override: str, cause: BaseException | None) -> str:
     key = str(getattr(cause, "full_key", "") or override_key(override))
     allowed = must_be(key) if key == override_key(override) or not key.startswith("hydra") else None
     if key != override_key(override) and not isinstance(getattr(cause, "value", None), str | int | float):
-        return f"{override}: {key} has no settings below it; it {allowed}"
+        below = (
+            f"{key} "
+            if "not Optional" in str(cause) or "None" in str(getattr(cause, "value", None))
+            else f"{key} has no settings below it; it "
+        )
+        return f"{override}: {below}{allowed}"
     return f"{override}: {allowed or _first_line(cause)}"
 
 
@@ -148,26 +156,18 @@ def _unknown(key: str, cause: BaseException | None, overrides: Sequence[str]) ->
     return no_such_key(key, value)
 
 
-def _in_file(match: re.Match[str]) -> str:
-    key, what = match["key"], match["what"]
-    if re.match(r"Key '.*' (not in|is not in)", what):
-        return f"{match['file']}.yaml: {no_such_key(key, None)}"
-    value = re.match(r"Value '(.*)' (of type|is not)", what)
-    return f"{match['file']}.yaml: {key}{f'={value[1]}' if value else ''}: {must_be(key) or what}"
-
-
-def _from_hydra(error: BaseException) -> bool:
-    """Whether Hydra's own argument checks raised it, not code below a job."""
+def _from_reading(error: BaseException) -> bool:
+    """Whether it comes from what reads settings, not from code below a job."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and "/hydra/" in frames[-1].filename.replace("\\", "/")
+    return bool(frames) and re.search(r"[/\\](hydra|omegaconf|yaml)[/\\]", frames[-1].filename) is not None
 
 
-def _hydra_value_error(error: ValueError, overrides: Sequence[str]) -> str:
-    kind = re.match(r"Config group override must be a string or a list\. Got (\w+)", str(error))
-    groups = [o for o in overrides if override_key(o) in ("model", "sampling")]
-    if kind and groups:
-        return f"{groups[-1]}: must be the name of a choice, not a {kind[1]}"
-    return _first_line(error)
+def _unreadable_number(error: BaseException) -> str:
+    """Python words its limits on numbers without the setting's name; OmegaConf may add it."""
+    key = re.search(r"full_key: (\S+)", str(error))
+    if key or isinstance(error, OverflowError) or "digits" in str(error):
+        return f"{key[1] if key else 'a setting'}: the number is too large"
+    return in_file(str(error)) or _first_line(error)
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ember.config import JobConfig
 from ember.errors import UserError
+from ember.launch.keys import is_group, known_keys
 from ember.launch.messages import report
 from ember.launch.outcome import Outcome, forget_outcomes, sweep_outcomes, worst
+from ember.launch.overrides import check_overrides
 from ember.launch.places import job_folders, shipped
 from ember.launch.settings import as_typed, job_config
 
@@ -42,6 +45,7 @@ class ExitCode(Callback):
         """Find mistakes before Hydra makes a folder."""
         try:
             job_config(_without_hydra(config), as_typed(config.hydra.overrides.task))
+            _check_choices(config)
         except UserError as error:
             raise SystemExit(report(error)) from None
         except OmegaConfBaseException:
@@ -54,7 +58,13 @@ class ExitCode(Callback):
             raise SystemExit(Outcome.read(Path(ended.hydra_cfg.hydra.runtime.output_dir)).exit_code)
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
+        """Find mistakes, forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
+        try:
+            _check_choices(config)
+            check_overrides(_sweep_lines(config))
+            _check_launcher(config)
+        except UserError as error:
+            raise SystemExit(report(error)) from None
         forget_outcomes(Path(config.hydra.sweep.dir))
         naming = config.hydra.job.config.override_dirname
         keys = sorted({*naming.exclude_keys, *_fixed_keys(config)})
@@ -88,6 +98,24 @@ def _schema() -> DictConfig:
     OmegaConf.set_struct(schema.sampling_columns, False)
     OmegaConf.set_struct(schema["schema"], False)
     return schema
+
+
+def _check_choices(config: DictConfig) -> None:
+    """Every group has one choice: Hydra also takes none, or a list of which the last wins."""
+    if OmegaConf.get_type(config) is not JobConfig:
+        return  # each job says so
+    for group in filter(is_group, known_keys()):
+        choice = OmegaConf.to_container(config.hydra.runtime.choices).get(group)  # type: ignore[union-attr]
+        if not isinstance(choice, str):
+            raise UserError(f"{group}: its choice must be one name; in a job file's defaults `override {group}: NAME`")
+
+
+def _check_launcher(config: DictConfig) -> None:
+    if "SlurmLauncher" in config.hydra.launcher._target_ and not all(map(shutil.which, ("sbatch", "srun"))):
+        raise UserError(
+            "hydra/launcher=slurm: there is no Slurm here (no sbatch and srun on the PATH); start it on a machine of "
+            "the cluster, or run on this one: hydra/launcher=joblib"
+        )
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +39,15 @@ class ModelFolder:
     path: Path
     name: str
 
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Errors of what is read from the folder begin with the setting that named it."""
+        try:
+            yield
+        except UserError as error:
+            key = "model" if is_preset(self.name) else "model.path"
+            raise UserError(f"{key}={self.name}: {error}") from None
+
 
 def find_model(name: str | None, path: str | None) -> ModelFolder:
     """The folder of a preset's `name`, or of a `path`, which wins: a folder or a Hub repo id, `@revision` allowed.
@@ -53,7 +64,9 @@ def find_model(name: str | None, path: str | None) -> ModelFolder:
         raise ConfigError("model", name, allowed)
     if preset.repo is None:
         return ModelFolder(TINY, preset.name)
-    return ModelFolder(_download(preset.repo, preset.revision), preset.name)
+    return ModelFolder(
+        _download(preset.repo, preset.revision, f"model={preset.name}: {preset.repo}@{preset.revision}"), preset.name
+    )
 
 
 def resolve(text: str) -> ModelFolder:
@@ -73,19 +86,23 @@ def is_preset(text: str) -> bool:
 def _local(text: str) -> ModelFolder | None:
     """The folder of that name, or None where the text can only be a repo id."""
     if not text.strip():
-        raise UserError("the model's path is empty; give a folder or a Hub repo id")
+        raise UserError(f"model.path={text!r}: is empty; give a folder or a Hub repo id")
     try:
         folder = Path(text).expanduser()
         if folder.is_dir():
             return ModelFolder(folder, text)
         is_file = folder.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, a NUL in it, no such ~user
-        raise UserError(f"model {text!r}: not a folder that can be read ({error})") from None
+        raise UserError(f"{_setting(text)}: not a folder that can be read ({error})") from None
     if is_file:
-        raise UserError(f"model {text!r}: is a file; give the folder that it lies in")
+        raise UserError(f"{_setting(text)}: is a file; give the folder that it lies in")
     if _looks_like_path(text):
-        raise UserError(f"model {text!r}: no such folder (a Hub repo id looks like org/name or org/name@revision)")
+        raise UserError(f"{_setting(text)}: no such folder (a Hub repo id looks like org/name or org/name@revision)")
     return None
+
+
+def _setting(text: str) -> str:
+    return f"model.path={text if text.isprintable() else repr(text)}"
 
 
 def _looks_like_path(text: str) -> bool:
@@ -96,21 +113,24 @@ def _looks_like_path(text: str) -> bool:
 def _from_hub(text: str) -> ModelFolder:
     repo, at, revision = text.partition("@")
     if not _REPO_ID.fullmatch(repo) or (at and not revision.strip()):
-        raise UserError(f"model {text!r}: neither a folder nor a Hub repo id (org/name or org/name@revision)")
-    return ModelFolder(_download(repo, revision or None), text)
+        raise UserError(f"{_setting(text)}: neither a folder nor a Hub repo id (org/name or org/name@revision)")
+    return ModelFolder(_download(repo, revision or None, f"{_setting(repo)}@{revision or 'main'}"), text)
 
 
-def _download(repo: str, revision: str | None) -> Path:
-    """The repo's files in Hugging Face's cache; asks the network only for what is not there."""
+def _download(repo: str, revision: str | None, asked: str) -> Path:
+    """The repo's files in Hugging Face's cache; asks the network only for what is not there.
+
+    Errors begin with `asked`, the setting that named the repo.
+    """
     import huggingface_hub
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, at length; the reason comes below
     try:
         folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(NEEDED_FILES))
     except Exception as error:
-        raise UserError(f"model {repo}@{revision or 'main'}: {_reason(error, repo)}") from None
+        raise UserError(f"{asked}: {_reason(error, repo)}") from None
     if not (Path(folder) / "config.json").exists():
-        raise UserError(f"model {repo}@{revision or 'main'}: has no config.json, so it is not a model ember can read")
+        raise UserError(f"{asked}: has no config.json, so it is not a model ember can read")
     return Path(folder)
 
 

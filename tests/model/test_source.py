@@ -189,7 +189,7 @@ def test_offline_uses_the_cache(tmp_path: Path) -> None:
 def test_offline_and_not_cached(tmp_path: Path) -> None:
     """The line must name the repo and what to do, not only say that traffic is disabled."""
     said = _offline(tmp_path, "org/other@v2")
-    assert said.startswith("error model org/other@v2: not in the local cache") and "model.path=FOLDER" in said
+    assert said.startswith("error model.path=org/other@v2: not in the local cache") and "model.path=FOLDER" in said
 
 
 def test_hub_client_is_imported_late() -> None:

@@ -1,0 +1,81 @@
+"""Mistakes in a job file, in one line that names the file, the key and the remedy."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from ember.launch.keys import is_group, known_keys, must_be, no_such_key, shape
+from ember.launch.places import job_folders
+
+_RAISED = re.compile(r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: ?(?P<key>.*)")
+_DEFAULTS = "a job file begins with `defaults: [config, override sampling: creative, _self_]`"
+
+
+def in_file(text: str) -> str | None:
+    """The line for what Hydra says of a file that it composes; None if it says no such thing."""
+    if match := _RAISED.match(text):
+        return f"{match['file']}.yaml: {_in_settings(match['file'], match['key'], match['what'])}"
+    return _in_defaults(text)
+
+
+def _in_settings(file: str, key: str, what: str) -> str:
+    if group := re.match(r"Merge error: \w+ is not a subclass of (\w+)\. value: (.*)", what):
+        return _choice(
+            next(k for k, kind in known_keys().items() if is_group(k) and kind.__name__ == group[1]), group[2]
+        )
+    if is_group(key):
+        return _choice(key, "null")
+    if what.startswith("Cannot merge"):
+        key, value = _misplaced(file)
+        return f"{key}={value}: {must_be(key)}"
+    if re.match(r"Key '.*' (not in|is not in)", what):
+        return _unknown(key)
+    value = re.match(r"Value '(.*)' (of type|is not)", what)
+    shown = f"={value[1]}" if value else "=null" if what.endswith("is not Optional") else ""
+    return f"{key}{shown}: {must_be(key) or what}"
+
+
+def _choice(group: str, value: str) -> str:
+    name = value if re.fullmatch(r"[A-Za-z][\w-]*", value) and value != "null" else "NAME"
+    return (
+        f"{group}={value}: a choice by name goes into the defaults list: `defaults: [config, override {group}: {name}, "
+        f"_self_]`; below `{group}:` stand single settings, {{key: value}}"
+    )
+
+
+def _unknown(key: str) -> str:
+    if key.startswith("hydra"):
+        return f"{key}: Hydra has no such setting"
+    if key in known_keys():
+        group, _, name = key.partition(".")
+        return f"{key}: in a file it is written {group}: {{{name}: VALUE}}"
+    return no_such_key(key)
+
+
+def _misplaced(file: str) -> tuple[str, Any]:
+    """The key that holds a list for a mapping or the other way round, which Hydra does not name."""
+    path = next(p for folder in job_folders() if (p := folder / f"{file}.yaml").exists())
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for key in known_keys():
+        value = settings
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        wrong = list if shape(key) is dict else dict
+        if isinstance(value, wrong) and not is_group(key):
+            return key, value
+    return path.name, "a list stands where a mapping belongs, or a mapping for a list"
+
+
+def _in_defaults(text: str) -> str | None:
+    if twice := re.match(r"Multiple values for (\S+)\. To override a value use '(.*)'", text):
+        return f"{twice[1]} is chosen twice; in a job file's defaults list write `{twice[2]}`"
+    if wrong := re.match(r"In '(.*)': Could not override '(.*)'\. No match", text):
+        return f"{wrong[1]}.yaml: override {wrong[2]}: nothing of that name to override; {_DEFAULTS}"
+    if wrong := re.match(r"Invalid defaults list in '(.*)', ", text):
+        return f"{wrong[1]}.yaml: defaults must be a list; {_DEFAULTS}"
+    if text.startswith("Unsupported item"):
+        return f"the defaults list holds something that is no name; {_DEFAULTS}"
+    return None
