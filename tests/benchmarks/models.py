@@ -44,10 +44,15 @@ def model_config(name: str) -> ModelConfig:
     return ModelConfig(name=name) if is_preset(name) else ModelConfig(path=name)
 
 
+def model_path(name: str) -> str:
+    """The folder of a model's files."""
+    config = model_config(name)
+    return str(find_model(config.name, config.path).path)
+
+
 def network_of(name: str) -> GPT2Config:
     """The shape of a model."""
-    config = model_config(name)
-    return GPT2Config.from_folder(find_model(config.name, config.path).path)
+    return GPT2Config.from_folder(Path(model_path(name)))
 
 
 def main() -> None:

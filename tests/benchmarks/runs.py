@@ -68,25 +68,39 @@ class Run:
         return self.num_output_tokens / self.seconds
 
 
+def median_run(runs: Seq[Run]) -> Run:
+    """The run of median speed, of an even number the slower one in the middle."""
+    return sorted(runs, key=lambda run: run.rate)[(len(runs) - 1) // 2]
+
+
 class Timed:
-    """Stands before an object and adds up the seconds spent in some of its methods."""
+    """Stands before an object and adds up the seconds spent in each of some methods."""
 
     def __init__(self, inner: Any, *methods: str) -> None:
         self._inner = inner
-        self.seconds = 0.0
+        self.seconds_of = dict.fromkeys(methods, 0.0)
         for method in methods:
-            setattr(self, method, self._timed(getattr(inner, method)))
+            setattr(self, method, self._timed(method, getattr(inner, method)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def _timed(self, call: Any) -> Any:
+    @property
+    def seconds(self) -> float:
+        """In all of them."""
+        return sum(self.seconds_of.values())
+
+    def reset(self) -> None:
+        """Start again from 0."""
+        self.seconds_of = dict.fromkeys(self.seconds_of, 0.0)
+
+    def _timed(self, name: str, call: Any) -> Any:
         def timed(*args: Any) -> Any:
             begin = perf_counter()
             try:
                 return call(*args)
             finally:
-                self.seconds += perf_counter() - begin
+                self.seconds_of[name] += perf_counter() - begin
 
         return timed
 
@@ -103,9 +117,13 @@ class Bench:
         if unknown := sorted(set(settings) - known):
             raise UserError(f"this version of ember has no setting {', '.join(unknown)}")
         self.llm = LLM.from_plan(EnginePlan.resolve(EngineConfig(model=model_config(model), **settings)))
-        runner: Any = self.llm.engine.runner
-        self._attention = runner.attention = Timed(runner.attention, "prepare", "forward")
-        self._network = runner.model = Timed(runner.model, "forward", "logits")
+        self._runner: Any = self.llm.engine.runner
+        self._attention = self._runner.attention = Timed(self._runner.attention, "prepare", "forward")
+        self.replace_network(self._runner.model)
+
+    def replace_network(self, network: Any) -> None:
+        """Compute with another object that has `forward` and `logits`."""
+        self._network = self._runner.model = Timed(network, "forward", "logits")
 
     def warm_up(self, requests: Seq[Request]) -> None:
         """Run a few short requests."""
@@ -117,7 +135,8 @@ class Bench:
         Raises:
             RuntimeError: a request could not run, or got another number of tokens than asked.
         """
-        self._attention.seconds = self._network.seconds = 0.0
+        self._attention.reset()
+        self._network.reset()
         begin = perf_counter()
         for index, request in enumerate(requests):
             failed = self.llm.add(index, request.prompt, SamplingParams(max_tokens=request.out, ignore_eos=True))
@@ -138,12 +157,11 @@ class Bench:
             sum(getattr(s, f"{part}_s") for s in steps) for part in ("schedule", "model", "sample")
         )
         attention = self._attention.seconds
-        prepare = model - self._network.seconds
         return Split(
             schedule=schedule,
-            prepare=prepare,
+            prepare=model - self._network.seconds - self._attention.seconds_of["prepare"],
             attention=attention,
-            network=self._network.seconds - attention,
+            network=self._network.seconds - self._attention.seconds_of["forward"],
             sample=sample,
             bookkeeping=seconds - schedule - model - sample,
         )

@@ -10,7 +10,6 @@ float32, over the time taken: other formats can pass 100%. The columns after it 
 from __future__ import annotations
 
 import argparse
-import statistics
 from typing import Any
 
 from ember.errors import UserError
@@ -18,7 +17,7 @@ from tests.benchmarks.arguments import add_common, repeats, requests_of
 from tests.benchmarks.costs import Work
 from tests.benchmarks.machine import Machine
 from tests.benchmarks.models import network_of
-from tests.benchmarks.runs import SPLIT_NAMES, Bench, Run
+from tests.benchmarks.runs import SPLIT_NAMES, Bench, Run, median_run
 from tests.benchmarks.table import Table
 from tests.benchmarks.workloads import NAMES
 
@@ -63,10 +62,8 @@ def _measured(workload: str, settings: dict[str, Any], roof: float, options: arg
 
 
 def _cells(runs: list[Run], roof: float) -> list[str]:
-    runs = sorted(runs, key=lambda run: run.rate)
-    median = statistics.median_low(run.rate for run in runs)
-    run = next(run for run in runs if run.rate == median)
-    extremes = f"{runs[0].rate:.1f}..{runs[-1].rate:.1f}"
+    run = median_run(runs)
+    extremes = f"{min(r.rate for r in runs):.1f}..{max(r.rate for r in runs):.1f}"
     shares = [f"{share:.1%}" for share in run.split.shares()]
     return [f"{run.rate:.1f}", extremes, f"{roof / run.seconds:.0%}", str(len(run.steps)), *shares]
 
