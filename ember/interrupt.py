@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from types import TracebackType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def or_interrupted(run: Callable[[], int]) -> int:
+    """The exit code of `run`; 130 and one word if Ctrl-C comes outside a job, as while modules are imported."""
+    try:
+        return run()
+    except BaseException as error:
+        if not is_ctrl_c(error):
+            raise
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def is_ctrl_c(error: BaseException) -> bool:
+    """Whether it is a KeyboardInterrupt, or one in Python's wrapping: a signal in a class body is a RuntimeError."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
 
 
 class Interrupted(BaseException):

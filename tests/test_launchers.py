@@ -20,7 +20,8 @@ from ember.job import run_job
 from ember.launch.messages import explain
 from ember.launch.outcome import BUG, FILE_NAME, Outcome
 from ember.launch.places import shipped
-from ember.run import REQUEUES, main
+from ember.launch.start import REQUEUES
+from ember.run import main
 
 ROOT = Path(__file__).resolve().parent.parent
 NUM_ROWS = 12

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-import ember.run
+import ember.launch.start
 from ember.config import JobConfig
 from ember.data.store import LocalStore, Write, cant_write
 from ember.entrypoints.cli import main as cli
@@ -145,6 +145,22 @@ def test_a_value_that_hydra_cannot_read_comes_back_quoted(value: str, mistake: C
 def test_a_mistake_leaves_no_folder(job_folder: Path, mistake: Callable[[Sequence[str]], str]) -> None:
     mistake(["data=prompts.jsonl", "block_size=0"])
     assert not (job_folder / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "left"),
+    [
+        (["dry_run=true"], 0, []),
+        (["-m", "seed=1,2", "dry_run=true"], 0, []),
+        (["model.path=./nope"], 2, []),
+        (["output=out"], 0, ["out"]),
+        (["-m", "seed=1,2", "output=out"], 0, ["out"]),
+    ],
+)
+def test_only_results_stay(words: list[str], code: int, left: list[str], job_folder: Path) -> None:
+    """A dry run, a mistake or output=DIR left a second folder under outputs/, with an empty log in it."""
+    assert main([*FAST, *words]) == code
+    assert sorted(path.name for path in job_folder.iterdir()) == sorted([*left, "prompts.jsonl"])
 
 
 def test_an_unknown_job_lists_the_shipped_and_own_ones(
@@ -372,7 +388,7 @@ def test_a_job_that_died_counts_as_failed(tmp_path: Path) -> None:
 
 
 def test_the_job_gets_plain_settings_and_hydras_folder(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = stub_job(monkeypatch, lambda config: 0)
+    seen = stub_job(monkeypatch, lambda config: (Path(str(config.output)) / "results").write_text(""))
     assert main(["data=[prompts.jsonl,more.jsonl]", "pool_size=512", "sampling.max_tokens=null"]) == 0
     config = seen[0]
     assert type(config) is JobConfig
@@ -500,8 +516,8 @@ def test_the_task_returns_tokens_per_second(job_folder: Path, monkeypatch: pytes
 
 def test_the_task_pickles_by_name() -> None:
     """Launchers pickle it; under `python -m` it must not belong to __main__."""
-    assert ember.run.task.__module__ == "ember.run"
-    assert importlib.util.find_spec("ember.run") is not None
+    assert ember.launch.start.task.__module__ == "ember.launch.start"
+    assert importlib.util.find_spec("ember.launch.start") is not None
 
 
 def ember_command(*words: str, folder: Path, code: str = "") -> subprocess.CompletedProcess[str]:
@@ -528,6 +544,24 @@ def test_python_m_reports_a_mistake(job_folder: Path) -> None:
     done = ember_command("data=a,b.jsonl", folder=job_folder)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == f"error: {LINES['data=a,b.jsonl']}\n"
+
+
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "RuntimeError('__set_name__') from KeyboardInterrupt()"])
+@pytest.mark.parametrize("module", ["ember.run", "ember.entrypoints.cli"])
+def test_ctrl_c_while_modules_are_imported_is_one_word(module: str, error: str, job_folder: Path) -> None:
+    """Within the first fraction of a second it showed the traceback of an import."""
+    code = f"""
+import sys
+from {module} import main
+class CtrlC:
+    def find_spec(self, name, path=None, target=None):
+        if name == "hydra":
+            raise {error}
+sys.meta_path.insert(0, CtrlC())
+sys.exit(main(["data=prompts.jsonl"]))
+"""
+    done = ember_command(folder=job_folder, code=code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_help_and_mistakes_load_no_torch(job_folder: Path) -> None:

@@ -24,6 +24,8 @@ EXIT_CLEAN = 0
 EXIT_FAILED = 1
 EXIT_ERROR_ROWS = 3
 _WIDTH = 80
+_CAUSE_WIDTH = 400
+"""A cause ends with its remedy: it is not cut to the terminal, which breaks it into lines itself."""
 
 
 JOB_KEYS = (
@@ -230,7 +232,7 @@ def exit_code(status: str, num_errors: int, signum: int | None = None) -> int:
 
 
 def final_table(summary: JobSummary, output_path: str) -> str:
-    """The summary for a terminal: plain text of at most 80 columns (the path alone may be longer), no last newline."""
+    """The summary for a terminal: plain text of at most 80 columns, but for causes and the path; no last newline."""
     lines = [f"{summary.status} (exit code {summary.exit_code})"]
     lines += [_line(name, text) for name, text in _facts(summary)]
     lines += _error_lines(summary)
@@ -269,7 +271,7 @@ def _error_lines(summary: JobSummary) -> list[str]:
         lines.append(_line("error rows", f"{count:,} {kind}"))
         for error in (e for e in summary.first_errors if e["kind"] == kind):
             name = f"row {error['row_index']}" + (f" ({error['id']})" if error["id"] is not None else "")
-            lines.append(_fit(f"    {_fit(name, 30)}: {error['error']}", _WIDTH))
+            lines.append(_fit(f"    {_fit(name, 30)}: {error['error']}", _CAUSE_WIDTH))
     return lines
 
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 import ember
+from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
 
@@ -14,7 +15,10 @@ VERBS = ("run", "export", "version")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    return or_interrupted(lambda: _run(list(sys.argv[1:] if argv is None else argv)))
+
+
+def _run(words: list[str]) -> int:
     if not words:
         print(HELP)
         return CLEAN
@@ -33,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return MISTAKE
-    from ember.run import main as run  # hydra is slow to import
+    from ember.run import main as run
 
     return run(words)
 

@@ -1,1 +1,1 @@
-"""What `ember.run` needs of Hydra: with `run.py`, the only modules that import hydra or omegaconf."""
+"""What `ember.run` needs of Hydra: the only modules that import hydra or omegaconf."""

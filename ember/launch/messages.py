@@ -14,6 +14,7 @@ from yaml import YAMLError
 from yaml.error import MarkedYAMLError
 
 from ember.errors import JobError, UserError
+from ember.interrupt import is_ctrl_c
 from ember.launch.job_file import in_file
 from ember.launch.keys import NO_BASE, known_keys, must_be, no_such_key
 from ember.launch.outcome import BUG, INTERRUPTED, MISTAKE
@@ -34,7 +35,7 @@ _LAUNCHERS = {
 def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
     """Say on stderr what went wrong; returns the exit code."""
     sys.stdout.flush()
-    if isinstance(error, KeyboardInterrupt):
+    if is_ctrl_c(error):
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     line = explain(error, overrides)

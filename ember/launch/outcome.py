@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +14,7 @@ FILE_NAME = ".ember_exit.json"
 CLEAN, BUG, MISTAKE, ERROR_ROWS, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 WORST_FIRST = (TERMINATED, INTERRUPTED, BUG, MISTAKE, ERROR_ROWS, CLEAN)
 """An interrupted sweep is not finished, whatever else went wrong: a caller must know that first, to start it again."""
+_NOTES = {FILE_NAME, ".hydra", "multirun.yaml"}
 _WORDS = {
     CLEAN: "ok",
     BUG: "failed",
@@ -71,6 +74,20 @@ def forget_outcomes(sweep: Path) -> None:
     """Drop what an earlier sweep left in the same folder."""
     for path in sweep.rglob(FILE_NAME):
         path.unlink()
+
+
+def drop_bare(folder: Path, root: Path) -> None:
+    """Remove Hydra's folder of a run or sweep, and what it leaves empty below `root`, if only notes are in it.
+
+    The results of its jobs lie elsewhere then, or there are none.
+    """
+    files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
+    if root not in folder.parents or any(not _NOTES.intersection(path.parts) for path in files):
+        return
+    shutil.rmtree(folder)
+    with contextlib.suppress(OSError):  # not empty
+        while (folder := folder.parent).is_relative_to(root):
+            folder.rmdir()
 
 
 def interruption(sweep: Path) -> int | None:

@@ -23,7 +23,7 @@ from ember.config import JobConfig
 from ember.errors import UserError
 from ember.launch.keys import is_group, known_keys
 from ember.launch.messages import report
-from ember.launch.outcome import Outcome, forget_outcomes, sweep_outcomes, worst
+from ember.launch.outcome import BUG, Outcome, drop_bare, forget_outcomes, sweep_outcomes, worst
 from ember.launch.overrides import check_overrides
 from ember.launch.places import job_folders, shipped
 from ember.launch.settings import as_typed, job_config
@@ -55,7 +55,8 @@ class ExitCode(Callback):
         """A single job has ended."""
         ended: JobReturn = kwargs["job_return"]
         if ended.status == JobStatus.COMPLETED and ended.hydra_cfg is not None:
-            raise SystemExit(Outcome.read(Path(ended.hydra_cfg.hydra.runtime.output_dir)).exit_code)
+            folder = Path(ended.hydra_cfg.hydra.runtime.output_dir)
+            raise SystemExit(_ended(folder, Outcome.read(folder).exit_code))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Find mistakes, forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
@@ -79,7 +80,14 @@ class ExitCode(Callback):
             raise SystemExit(report(UserError(_no_jobs(config))))
         print(f"\n{' job':>4}  exit  {'end':<11}  {'speed':>14}  settings", *(o.line() for o in outcomes), sep="\n")
         sys.stdout.flush()
-        raise SystemExit(worst(o.exit_code for o in outcomes))
+        raise SystemExit(_ended(Path(config.hydra.sweep.dir).absolute(), worst(o.exit_code for o in outcomes)))
+
+
+def _ended(folder: Path, exit_code: int) -> int:
+    """The exit code; Hydra's notes stay only beside results, after a bug, and in a folder that the user named."""
+    if exit_code != BUG:
+        drop_bare(folder, Path("outputs").absolute())
+    return exit_code
 
 
 def register() -> None:

@@ -133,16 +133,18 @@ def test_every_number_has_one_scope():
 
 
 def test_the_table_fits_80_columns_and_says_it_all():
-    """A wrapped table, or an error message that moves the cursor or takes twenty lines."""
+    """A wrapped table, a cause without its remedy, or one that moves the cursor or takes twenty lines."""
     builder = SummaryBuilder()
     builder.add_row(finish_reason="stop", num_prompt_tokens=10**9, num_output_tokens=10**9, row_index=0)
     fail_row(builder, 1, error="no such\ncolumn \x1b[2J" + "y" * 200)
-    fail_row(builder, 2, error="漢字" * 60)
+    fail_row(builder, 2, error="漢字" * 300)
     builder.add_step(StepStats(step=0, blocks_used=4, blocks_total=8, kv_utilization=0.5, duration_s=1.0))
     settings = {"model": "a/very/long/path/to/a/model" * 3, "device": "cpu"}
     table = final_table(build(builder, settings=settings, duration_s=123456.0, load_s=99.0), "outputs/run/1")
     lines = table.split("\n")
-    assert max(map(width, lines)) <= 80
+    assert max(width(line) for line in lines if not line.startswith("    row")) <= 80
+    assert max(map(width, lines)) <= 400
+    assert "y" * 200 in table
     assert "\x1b" not in table
     assert "exit code 3" in lines[0]
     assert any("2 bad_row" in line for line in lines)
