@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ember.core import sampler as sampler_module
 from ember.core.random_stream import row_seed, uniform
-from ember.core.sampler import TOP_P_CANDIDATES, Sampler
+from ember.core.sampler import CPU_TILE, TOP_P_CANDIDATES, Sampler
 from ember.core.sequence import Sequence
 from ember.sampling_params import SamplingParams
 
@@ -161,6 +161,16 @@ def test_a_row_depends_on_itself_alone(seed, batch, vocab):
     assert draw(logits, sequences) == alone
     order = random_.sample(range(batch), batch)
     assert draw([logits[i] for i in order], [sequences[i] for i in order]) == [alone[i] for i in order]
+
+
+def test_a_batch_of_several_tiles_draws_each_row_as_alone():
+    """A tile's tokens given to other rows, or the last, shorter tile left out; greedy rows lie between."""
+    count = 2 * CPU_TILE + 3
+    logits = torch.randn(count, 300, generator=torch.Generator().manual_seed(2)) * 2
+    rows = [row(seed=i, temperature=0.0 if i % 5 == 0 else 1.0, top_p=0.9 if i % 2 else 1.0) for i in range(count)]
+    together = draw(logits, rows)
+    assert together == [draw(logits[i : i + 1], [rows[i]])[0] for i in range(count)]
+    assert len(set(together)) > count // 2
 
 
 def test_the_uniform_is_that_of_seed_sample_and_position():
