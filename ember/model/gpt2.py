@@ -15,7 +15,7 @@ from torch.nn.functional import embedding, layer_norm
 
 from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
-from ember.model.embedding import token_embedding
+from ember.model.embedding import Embedding, token_embedding
 from ember.model.gpt2_config import GPT2Config
 from ember.model.linear import Linear, make_linear
 
@@ -95,13 +95,11 @@ class GPT2:
 
     def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str = "auto") -> None:
         self.config = config
+        self.wte, self.lm_head = _ends(config, weights, form)  # the largest first, while little else is in memory
         linear = partial(_linear, weights, form)
         self.wpe = weights["wpe.weight"]
         self.blocks = [Block(config, weights, linear, index) for index in range(config.n_layer)]
         self.ln_f = LayerNorm(weights, "ln_f", config.layer_norm_epsilon)
-        wte = weights["wte.weight"]
-        self.lm_head = make_linear(wte if config.tie_word_embeddings else weights["lm_head.weight"], form=form)
-        self.wte = token_embedding(wte, self.lm_head)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, layers: list[KVLayer], attention: AttentionBackend
@@ -115,6 +113,13 @@ class GPT2:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
         return self.lm_head(self.ln_f(hidden)).float()
+
+
+def _ends(config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str) -> tuple[Embedding, Linear]:
+    """The token embedding and the LM head."""
+    wte = weights["wte.weight"]
+    head = make_linear(wte if config.tie_word_embeddings else weights["lm_head.weight"], form=form)
+    return token_embedding(wte, head), head
 
 
 def _linear(weights: Mapping[str, torch.Tensor], form: str, name: str, activation: str = "none") -> Linear:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import pad
 
 from ember.errors import ConfigError
-from ember.model.row_kernel import ACTIVATIONS, finish_rows, scale_rows, warm_up
+from ember.model.row_kernel import Finish, scale_rows
 
 FP16_ROWS = 3
 """The height of an fp16 matrix is a multiple of this."""
@@ -57,15 +57,13 @@ class Int8Linear:
         with _fbgemm():
             quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
             self._packed = torch.ops.quantized.linear_prepack(quantized, None)
-        self._bias = torch.zeros(len(weight)) if bias is None else bias
-        self._activation = ACTIVATIONS[activation]
-        warm_up()
+        self._finish = Finish(bias, len(weight), activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
         rows, scales = scale_rows(x)
-        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, 64, self._packed)
-        return finish_rows(y, scales, self._bias, self._activation)
+        y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, 64, self._packed)
+        return self._finish(y, scales)
 
 
 class Fp16Linear:
@@ -74,15 +72,13 @@ class Fp16Linear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         with _fbgemm():
             self._packed = torch.ops.quantized.linear_prepack_fp16(weight, None)
-        self._bias = torch.zeros(len(weight)) if bias is None else bias
-        self._activation = ACTIVATIONS[activation]
-        warm_up()
+        self._finish = Finish(bias, len(weight), activation)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] to [T, out]."""
         padded = pad(x, (0, 0, 0, -len(x) % FP16_ROWS))
-        y = torch.ops.quantized.linear_dynamic_fp16(padded, self._packed)[: len(x)]
-        return finish_rows(y, torch.ones(len(x)), self._bias, self._activation)
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(padded, self._packed)[: len(x)]
+        return self._finish(y)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What a row goes through before and after a matrix of low precision (numba): scale, bias, activation.
+"""What a row goes through before and after a matrix (numba): scale, bias, activation.
 
 A row's result depends on the row alone, to the bit. PyTorch's own activations do not promise that: the ends of its
 vectors, where other code runs, move with the height of the matrix and the number of threads. Here there is no call
@@ -133,15 +133,30 @@ def scale_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scales
 
 
-def finish_rows(y: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor, activation: int) -> torch.Tensor:
-    """activation(y * scales + bias) in place: y [T, out], scales [T], bias [out], one of ACTIVATIONS' numbers."""
-    arrays = y.numpy(), scales.numpy(), bias.numpy(), activation
-    if y.numel() < _PARALLEL_FROM:
-        _finish_few(*arrays)
-    else:
-        numba_follows_torch()
-        _finish_many(*arrays)
-    return y
+class Finish:
+    """The end of a linear layer, in place: activation(y * scales + bias), row by row.
+
+    Args:
+        bias: [out], or none.
+        width: out.
+        activation: none, gelu_new, gelu or relu.
+    """
+
+    def __init__(self, bias: torch.Tensor | None, width: int, activation: str) -> None:
+        self._bias = torch.zeros(width) if bias is None else bias
+        self._activation = ACTIVATIONS[activation]
+        warm_up()
+
+    def __call__(self, y: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
+        """y [T, out], scales [T] or none; returns y."""
+        scales = torch.ones(len(y)) if scales is None else scales
+        arrays = y.numpy(), scales.numpy(), self._bias.numpy(), self._activation
+        if y.numel() < _PARALLEL_FROM:
+            _finish_few(*arrays)
+        else:
+            numba_follows_torch()
+            _finish_many(*arrays)
+        return y
 
 
 def warm_up() -> None:
