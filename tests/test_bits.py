@@ -85,11 +85,18 @@ def test_threads_do_not_change_a_bit(prompts, weights, expected, num_threads):
     assert all(torch.equal(logits, expected[key]) for key, logits in found.items())
 
 
-def test_the_forms_of_weights_differ(prompts):
+def test_the_forms_of_weights_differ():
     """Would `weights` be ignored, the tests above would show nothing about it."""
-    logits = [logits_of(prompts[:1], weights=form)[0, len(prompts[0])] for form in WEIGHTS]
-    for i, one in enumerate(logits):
-        assert not any(torch.equal(one, other) for other in logits[:i])
+    rng = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(64, 32, generator=rng), torch.randn(8, 32, generator=rng)
+    exact, int8, fp16 = (make_linear(weight, form=form)(x) for form in WEIGHTS)
+    assert 1e-3 < (int8 - exact).norm() / exact.norm() < 3e-2
+    assert 1e-5 < (fp16 - exact).norm() / exact.norm() < 1e-3
+
+
+def test_the_setting_reaches_the_network(prompts):
+    logits = [logits_of(prompts[:1], weights=form)[0, len(prompts[0])] for form in ("auto", "int8")]
+    assert not torch.equal(*logits)
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
