@@ -37,7 +37,6 @@ def main(argv: list[str] | None = None) -> None:
         used, preempted = max(s.blocks_used for s in run.steps), sum(s.num_preempted for s in run.steps)
         share = run.split.attention / run.seconds
         table.add(size, f"{run.rate:.1f}", f"{share:.1%}", f"{filled:.1%}", f"{used:,}", preempted)
-    table.show()
 
 
 if __name__ == "__main__":

@@ -53,11 +53,10 @@ def main(argv: list[str] | None = None) -> None:
     names = ("prefill_first", "static")
     benches = {n: Bench(options.model, scheduler=n, max_num_seqs=options.max_num_seqs) for n in names}
     print(f"{options.model}, {options.requests} requests, max_num_seqs={options.max_num_seqs}")
-    table = Table("output lengths", "tok/s", "batch", "static tok/s", "batch", "time", "steps")
+    table = Table("output lengths       ", "tok/s", "batch", "static tok/s", "batch", "time", "steps")
     for spread in (*SPREADS, SHAREGPT):
         requests = chosen(requests_of_spread(spread, options.requests), options)
         table.add(spread, *_compared(benches, requests, repeats(options)))
-    table.show()
 
 
 def _compared(benches: dict[str, Bench], requests: list[Request], rounds: int) -> list[Any]:

@@ -71,7 +71,6 @@ def main() -> None:
         torch.set_num_threads(threads)
         machine = Machine.measure()
         table.add(threads, f"{machine.flops / 1e9:.0f}", f"{machine.read / 1e9:.1f}")
-    table.show()
 
 
 if __name__ == "__main__":

@@ -57,13 +57,14 @@ def network_of(name: str) -> GPT2Config:
 
 def main() -> None:
     """A row a model."""
-    table = Table("model", "layers", "width", "heads", "vocabulary", "context", "MFLOP/token", "of these LM head")
+    table = Table(
+        "model        ", "layers", "width", "heads", "vocabulary", "context", "MFLOP/token", "of these LM head"
+    )
     for name in (RANDOM_GPT2, EMBEDDED):
         net = network_of(name)
         cost = TokenCost.of(net)
         flops = f"{(cost.linear_flops + cost.head_flops) / 1e6:.1f}", f"{cost.head_flops / 1e6:.1f}"
         table.add(name, net.n_layer, net.n_embd, net.n_head, net.vocab_size, net.max_position, *flops)
-    table.show()
 
 
 if __name__ == "__main__":

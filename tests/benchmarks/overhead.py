@@ -51,7 +51,6 @@ def main(argv: list[str] | None = None) -> None:
     table = Table("sequences", "steps/s", "µs a step", *names)
     for count in options.sequences or SEQUENCES:
         table.add(count, *_cells(measured(count, options), names))
-    table.show()
 
 
 def measured(count: int, options: argparse.Namespace) -> Run:

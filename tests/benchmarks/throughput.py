@@ -43,12 +43,11 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     machine = Machine.measure()
     print(f"{options.model} on {machine}")
-    table = Table("workload", "configuration", "tok/s", "min..max", "roof", "steps", *SPLIT_NAMES)
+    table = Table("workload ", "configuration        ", "tok/s", "    min..max", "roof", "steps", *SPLIT_NAMES)
     for name in options.workload or NAMES:
         roof = machine.seconds(Work.of(network_of(options.model), requests_of(name, options)))
         for configuration in options.configuration or CONFIGURATIONS:
             table.add(name, configuration, *_measured(name, CONFIGURATIONS[configuration], roof, options))
-    table.show()
 
 
 def _measured(workload: str, settings: dict[str, Any], roof: float, options: argparse.Namespace) -> list[str]:

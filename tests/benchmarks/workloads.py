@@ -94,13 +94,12 @@ def _shrunk(request: Request, max_len: int) -> Request:
 
 def main() -> None:
     """A row a workload."""
-    table = Table("workload", "requests", "prompt tokens", "median", "max", "output tokens", "median", "max")
+    table = Table("workload ", "requests", "prompt tokens", "median", "max", "output tokens", "median", "max")
     for name in NAMES:
         requests = load(name)
         prompts, outs = [len(r.prompt) for r in requests], [r.out for r in requests]
         columns = [f(x) for x in (prompts, outs) for f in (sum, statistics.median, max)]
         table.add(name, len(requests), *(f"{x:,.0f}" for x in columns))
-    table.show()
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def _show(options: argparse.Namespace, requests: Seq[Request], entrants: Seq[Ent
     total = sum(request.out for request in requests)
     rounds = f"{options.threads} threads, {repeats(options)} rounds"
     print(f"{options.workload}: {len(requests)} requests, {total:,} output tokens; {rounds}")
-    table = Table("engine", "tok/s", "min..max", "ember is", "same", "version")
+    table = Table("engine                    ", "tok/s", "    min..max", "ember is", "same", "version ")
     ember = entrants[0]
     for entrant in entrants:
         if entrant.problem is not None or not entrant.answers:
@@ -116,7 +116,6 @@ def _show(options: argparse.Namespace, requests: Seq[Request], entrants: Seq[Ent
         extremes = f"{rates[0]:.1f}..{rates[-1]:.1f}"
         version = entrant.process.version if entrant.process else ""
         table.add(entrant.name, f"{statistics.median(rates):.1f}", extremes, *_against(ember, entrant), version)
-    table.show()
 
 
 def _against(ember: Entrant, other: Entrant) -> tuple[str, str]:
