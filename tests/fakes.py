@@ -154,7 +154,9 @@ def ember_logits(
     )
     num_blocks = -(-len(token_ids) // block_size) + 2
     table = array("i", torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist())
-    runner = ModelRunner(GPT2(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention), CPU)
+    runner = ModelRunner(
+        GPT2(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention, shape.dtype), CPU
+    )
     sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
     rows, start = [], 0
     for count in chunks:

@@ -73,8 +73,8 @@ def resolve_attention(name: str, device: torch.device, dtype: torch.dtype) -> st
     return name
 
 
-def make_backend(name: str) -> AttentionBackend:
-    """The backend of that name; its module is imported only now."""
+def make_backend(name: str, kv_dtype: torch.dtype) -> AttentionBackend:
+    """The backend of that name, for a pool of that dtype; its module is imported only now."""
     module, cls = _BACKENDS[name]
-    factory: Callable[[], AttentionBackend] = getattr(import_module(module), cls)
-    return factory()
+    factory: Callable[[torch.dtype], AttentionBackend] = getattr(import_module(module), cls)
+    return factory(kv_dtype)

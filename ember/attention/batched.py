@@ -37,7 +37,10 @@ class _Group:
 
 
 class BatchedAttention:
-    """The default where there is no kernel for the device: runs wherever PyTorch does."""
+    """The default where there is no kernel for the device: runs wherever PyTorch does, over a pool of any dtype."""
+
+    def __init__(self, kv_dtype: torch.dtype) -> None:
+        """K/V are turned into the queries' dtype as they are gathered."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Group the step's tiles."""
@@ -114,8 +117,8 @@ def _attend(
     grouped = q.view(g, w, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).reshape(g, kv_heads, -1, dim)
     out = scaled_dot_product_attention(
         grouped,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
+        keys.to(q.dtype).transpose(1, 2),
+        values.to(q.dtype).transpose(1, 2),
         attn_mask=mask.repeat(1, 1, heads // kv_heads, 1),
         scale=scale,
     )

@@ -2,7 +2,8 @@
 
 A query's result is the same to the bit whatever else is in the batch, however its prompt was cut into chunks, and
 whatever the block size: its positions are taken in tiles of 64 from position 0 on, and within a tile every score is
-summed over head_dim, and every output over positions, in order.
+summed over head_dim, and every output over positions, in order. So it is with an int8, float16 or bfloat16 pool too: a
+token's K/V are rounded alone, once, as they are written, and every query reads them rounded.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 
+import numpy as np
 import torch
 
 from ember.attention.base import AttentionMetadata
@@ -20,16 +22,24 @@ QUERY_TILE = 16
 """Most queries that share a pass over their keys: a tile's K/V stays in the cache while they do."""
 
 
-class CpuAttention:
-    """float32 only. Compiled on first use (and kept on the disk for the next process)."""
+_STORED_AS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+"""What the kernel calls pools that numba has no type for."""
 
-    def __init__(self) -> None:
+
+class CpuAttention:
+    """Computes in float32, over a pool of any dtype. Compiled on first use (and kept on the disk for the next process).
+
+    Args:
+        kv_dtype: of the pool.
+    """
+
+    def __init__(self, kv_dtype: torch.dtype) -> None:
         from ember.attention import cpu_kernel
 
         self._kernel = cpu_kernel
         begin = time.perf_counter()
         numba_follows_torch()
-        cpu_kernel.warm_up()
+        cpu_kernel.warm_up(str(_STORED_AS.get(kv_dtype, kv_dtype)).removeprefix("torch."))
         seconds = time.perf_counter() - begin
         if seconds > 3:
             logging.getLogger(__name__).warning(
@@ -39,18 +49,31 @@ class CpuAttention:
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Cut queries into tiles and deal them to the threads, the dearest first."""
         numba_follows_torch()
+        self._threads = torch.get_num_threads()
         self._tables = metadata.block_tables.numpy()
         self._slots = metadata.slot_mapping.numpy()
-        self._tiles = _deal(_tiles(metadata), torch.get_num_threads()).numpy()
+        self._tiles = _deal(_tiles(metadata), self._threads).numpy()
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        q, k, v = (x.contiguous() for x in (q, k, v))
-        out = torch.empty_like(q)
-        keys, values = layer.k.numpy(), layer.v.numpy()
-        self._kernel.store(k.numpy(), v.numpy(), self._slots, keys, values)
-        self._kernel.attend(q.numpy(), keys, values, self._tables, self._tiles, out.numpy(), scale)
+        keys, values = _flat(layer.k), _flat(layer.v)
+        scales = _flat(layer.k_scale), _flat(layer.v_scale)
+        size, heads = layer.shape.block_size, layer.shape.n_kv_head
+        if layer.shape.dtype == torch.int8:
+            self._kernel.store_int8(k.numpy(), v.numpy(), self._slots, keys, values, *scales, size)
+        else:
+            new = (x.to(layer.shape.dtype).view(_STORED_AS.get(layer.shape.dtype, layer.shape.dtype)) for x in (k, v))
+            self._kernel.store(*(x.numpy() for x in new), self._slots, keys, values, size)
+        out = torch.empty(q.shape)
+        factor = np.float32(scale)
+        self._kernel.attend(
+            q.numpy(), keys, values, *scales, self._tables, self._tiles, out.numpy(), factor, heads, size, self._threads
+        )
         return out
+
+
+def _flat(x: torch.Tensor) -> np.ndarray:
+    return x.view(_STORED_AS.get(x.dtype, x.dtype)).view(-1).numpy()
 
 
 def _tiles(meta: AttentionMetadata) -> torch.Tensor:

@@ -1,176 +1,652 @@
-"""The compiled part of `CpuAttention` (numba).
+"""The compiled part of `CpuAttention` (numba): eight float32 lanes as a value, and attention written in them.
 
-Nothing is summed across vector lanes and no sum is reordered, so the compiler's choice of vector or scalar code, which
-follows the block size and the length of a run, can't change a bit:
+Vector code is written here, not left to the compiler, whose choices would follow the block size and the length of a
+run. Nothing is summed across lanes but at the very end, every multiply-add is one `fma`, and no sum is reordered:
 
-    scores   lane = slot        s[t] += q[d] * k[d, t]      for d in order       keys lie as [head_dim, slot]
-    output   lane = dimension   o[d] += w[j] * v[j, d]      for j in order       values lie as [slot, head_dim]
+    scores   lane = slot        s[t] += q[d] * k[d, t]      for d in order       keys lie as [head_dim, 8 slots]
+    output   lane = dimension   o[d] += w[t] * v[t, d]      for t in order       values lie as [slot, head_dim]
 
-The softmax is computed online, a tile of positions at a time (Milakov and Gimelshein, arXiv:1805.02867); exp is the
-Cephes polynomial, so that it becomes vector code. Indices are unsigned: numba then leaves out its check for negative
-ones, which would keep the loops from becoming vector code. `contract` allows fused multiply-add, and nothing else.
+A query takes its positions in tiles of 64 from position 0 on, with an online softmax (Milakov and Gimelshein,
+arXiv:1805.02867) whose sum has a lane a position modulo 8; exp is the Cephes polynomial. Keys and values are float32,
+float16 (here uint16), bfloat16 (int16) or int8 with a scale a slot, and turned into float32 as they are loaded.
+
+All compiled code is in this one file: numba's cache on the disk is renewed when the file changes, not what it imports.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import Any
 
+import numba
 import numpy as np
-from numba import njit, prange
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.extending import intrinsic, register_model
 
-U = np.uint64
-F = np.float32
+LANES = 8
 TILE = 64
 """Positions in a tile of keys, counted from position 0 of the sequence."""
+QUAD = 4
+"""Query rows that share each load of a key or value."""
+
+F = np.float32
+_GROUPS = TILE // LANES
+_NEVER = F(-np.inf)
+_FLOAT, _INT = ir.FloatType(), ir.IntType(32)
+_FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_MULTIPLY_ADD = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+
+
+class Lanes(types.Type):  # type: ignore[misc]
+    """Eight float32 in a vector register."""
+
+    def __init__(self) -> None:
+        super().__init__(name="float32x8")
+
+
+_lanes = Lanes()
+
+
+@register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _FLOATS)
+
+
+def _operation(emit: Callable[..., Any], *arguments: types.Type) -> Any:
+    """A numba operation on values that gives Lanes; `emit(builder, *values)` writes its LLVM code."""
+    return _lanes(*arguments), lambda context, builder, signature, values: emit(builder, *values)
+
+
+def _constant(value: float, kind: ir.Type = _FLOATS) -> ir.Constant:
+    return ir.Constant(kind, [value] * LANES)
+
+
+def _spread(builder: Any, value: Any) -> Any:
+    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    first = builder.insert_element(undefined, value, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+
+def _address(context: Any, builder: Any, kind: types.Array, array: Any, index: Any) -> Any:
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [index])
+
+
+def _widen(builder: Any, name: str, raw: Any) -> Any:
+    """To float32 from what the array stores."""
+    if name == "int8":
+        return builder.sitofp(raw, _FLOATS)
+    if name == "uint16":
+        return builder.fpext(builder.bitcast(raw, ir.VectorType(ir.HalfType(), LANES)), _FLOATS)
+    if name == "int16":
+        return builder.bitcast(builder.shl(builder.zext(raw, _INTS), _constant(16, _INTS)), _FLOATS)
+    return raw
+
+
+@intrinsic
+def _load(typing: Any, array: Any, index: Any) -> Any:
+    """array[index : index + 8] of a flat array, as float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        stored = ir.VectorType(context.get_data_type(array.dtype), LANES)
+        address = _address(context, builder, array, *values)
+        raw = builder.load(builder.bitcast(address, stored.as_pointer()), align=array.dtype.bitwidth // 8)
+        return _widen(builder, array.dtype.name, raw)
+
+    return _lanes(array, types.intp), emit
+
+
+@intrinsic
+def _store(typing: Any, array: Any, index: Any, x: Any) -> Any:
+    """array[index : index + 8] = x in a flat float32 array."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        address = _address(context, builder, array, *values[:2])
+        builder.store(values[2], builder.bitcast(address, _FLOATS.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, _lanes), emit
+
+
+@intrinsic
+def _spread_at(typing: Any, array: Any, index: Any) -> Any:
+    """array[index] of a flat float32 array in every lane."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _spread(builder, builder.load(_address(context, builder, array, *values)))
+
+    return _lanes(array, types.intp), emit
+
+
+@intrinsic
+def _splat(typing: Any, x: Any) -> Any:
+    """The float32 x in every lane."""
+    return _operation(_spread, types.float32)
+
+
+@intrinsic
+def _fma(typing: Any, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z, rounded once."""
+
+    def emit(builder: Any, *values: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, _MULTIPLY_ADD, "llvm.fma.v8f32")
+        return builder.call(function, values)
+
+    return _operation(emit, x, y, z)
+
+
+@intrinsic
+def _add(typing: Any, x: Any, y: Any) -> Any:
+    """x + y."""
+    return _operation(lambda builder, *values: builder.fadd(*values), x, y)
+
+
+@intrinsic
+def _subtract(typing: Any, x: Any, y: Any) -> Any:
+    """x - y."""
+    return _operation(lambda builder, *values: builder.fsub(*values), x, y)
+
+
+@intrinsic
+def _multiply(typing: Any, x: Any, y: Any) -> Any:
+    """x * y."""
+    return _operation(lambda builder, *values: builder.fmul(*values), x, y)
+
+
+@intrinsic
+def _larger(typing: Any, x: Any, y: Any) -> Any:
+    """The larger of x and y; y where either is not a number."""
+    return _operation(lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b), x, y)
+
+
+@intrinsic
+def _zero_where_below(typing: Any, value: Any, x: Any, limit: Any) -> Any:
+    """`value`, but 0 where x < limit."""
+
+    def emit(builder: Any, *values: Any) -> Any:
+        return builder.select(builder.fcmp_ordered("<", values[1], values[2]), _constant(0.0), values[0])
+
+    return _operation(emit, value, x, limit)
+
+
+@intrinsic
+def _power_of_two(typing: Any, x: Any) -> Any:
+    """2^n from 1.5 * 2^23 + n, which has the whole number n in its low bits."""
+
+    def emit(builder: Any, value: Any) -> Any:
+        biased = builder.add(builder.bitcast(value, _INTS), _constant(127, _INTS))
+        return builder.bitcast(builder.shl(biased, _constant(23, _INTS)), _FLOATS)
+
+    return _operation(emit, x)
+
+
+@intrinsic
+def _largest(typing: Any, x: Any) -> Any:
+    """The largest lane, a float32."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        items = [builder.extract_element(values[0], ir.Constant(_INT, i)) for i in range(LANES)]
+        best = items[0]
+        for item in items[1:]:
+            best = builder.select(builder.fcmp_ordered(">", item, best), item, best)
+        return best
+
+    return types.float32(x), emit
+
 
 _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.4426950408889634), F(0.693359375), F(-2.12194440e-4)
 _C0, _C1, _C2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
 _C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
-_LOWEST, _HALF, _ONE, _ZERO = F(-87.0), F(0.5), F(1.0), F(0.0)
-_BIAS, _MANTISSA = np.int32(127), np.int32(23)
+_LOWEST, _ZERO, _ONE, _ROUNDER = F(-87.0), F(0.0), F(1.0), F(12582912.0)
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _add_scores(s: Any, q: Any, k: Any, dim: Any, stride: Any, run: Any) -> None:
-    """s[t] += q . k[:, t] for a run of slots within a block; k[d * stride + t]."""
-    d = U(0)
-    while d + U(4) <= dim:
-        q0, q1, q2, q3 = q[d], q[d + U(1)], q[d + U(2)], q[d + U(3)]
-        k0 = d * stride
-        k1 = k0 + stride
-        k2 = k1 + stride
-        k3 = k2 + stride
-        for t in range(run):
-            s[t] = s[t] + q0 * k[k0 + t] + q1 * k[k1 + t] + q2 * k[k2 + t] + q3 * k[k3 + t]
-        d += U(4)
-    while d < dim:
-        q0, k0 = q[d], d * stride
-        for t in range(run):
-            s[t] = s[t] + q0 * k[k0 + t]
-        d += U(1)
+@njit(error_model="numpy")
+def _exp(x: Any) -> Any:
+    """exp(x) for x <= 0; 0 below -87, and not a number stays so."""
+    lowest, rounder = _splat(_LOWEST), _splat(_ROUNDER)
+    y = _larger(lowest, x)
+    n = _fma(y, _splat(_LOG2E), rounder)
+    whole = _subtract(n, rounder)
+    r = _fma(whole, _splat(-_LN2_HIGH), y)
+    r = _fma(whole, _splat(-_LN2_LOW), r)
+    p = _fma(_splat(_C0), r, _splat(_C1))
+    p = _fma(p, r, _splat(_C2))
+    p = _fma(p, r, _splat(_C3))
+    p = _fma(p, r, _splat(_C4))
+    p = _fma(p, r, _splat(_C5))
+    p = _add(_fma(p, _multiply(r, r), r), _splat(_ONE))
+    return _zero_where_below(_multiply(p, _power_of_two(n)), x, lowest)
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _add_values(o: Any, w: Any, v: Any, dim: Any, run: Any) -> None:
-    """o[d] += w . v[:, d] for a run of slots within a block; v[t * dim + d]."""
-    t = U(0)
-    while t + U(4) <= run:
-        w0, w1, w2, w3 = w[t], w[t + U(1)], w[t + U(2)], w[t + U(3)]
-        v0 = t * dim
-        v1 = v0 + dim
-        v2 = v1 + dim
-        v3 = v2 + dim
+@njit(error_model="numpy")
+def _scores_of_one(s: Any, q: Any, q_at: Any, k: Any, base: Any, seen: Any, dim: Any, width: Any) -> None:
+    """s[t] = q . k[t] for the tile's positions, 32 at a time (all groups are there, the last ones repeated)."""
+    for g in range(0, (seen + LANES - 1) // LANES, 4):
+        k0, k1, k2, k3 = base[g] * width, base[g + 1] * width, base[g + 2] * width, base[g + 3] * width
+        s0 = s1 = s2 = s3 = _splat(_ZERO)
         for d in range(dim):
-            o[d] = o[d] + w0 * v[v0 + d] + w1 * v[v1 + d] + w2 * v[v2 + d] + w3 * v[v3 + d]
-        t += U(4)
-    while t < run:
-        w0, v0 = w[t], t * dim
+            x, at = _spread_at(q, q_at + d), d * LANES
+            s0 = _fma(x, _load(k, k0 + at), s0)
+            s1 = _fma(x, _load(k, k1 + at), s1)
+            s2 = _fma(x, _load(k, k2 + at), s2)
+            s3 = _fma(x, _load(k, k3 + at), s3)
+        t = g * LANES
+        _store(s, t, s0)
+        _store(s, t + 8, s1)
+        _store(s, t + 16, s2)
+        _store(s, t + 24, s3)
+
+
+@njit(error_model="numpy")
+def _scores_of_four(s: Any, q: Any, q_at: Any, k: Any, base: Any, seen: Any, dim: Any, width: Any) -> None:
+    """As `_scores_of_one`, for four rows of q, 16 positions at a time."""
+    q1, q2, q3 = q_at + width, q_at + 2 * width, q_at + 3 * width
+    for g in range(0, (seen + LANES - 1) // LANES, 2):
+        k0, k1 = base[g] * width, base[g + 1] * width
+        a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = _splat(_ZERO)
         for d in range(dim):
-            o[d] = o[d] + w0 * v[v0 + d]
-        t += U(1)
+            x, y = _load(k, k0 + d * LANES), _load(k, k1 + d * LANES)
+            q0 = _spread_at(q, q_at + d)
+            a0, a1 = _fma(q0, x, a0), _fma(q0, y, a1)
+            q0 = _spread_at(q, q1 + d)
+            b0, b1 = _fma(q0, x, b0), _fma(q0, y, b1)
+            q0 = _spread_at(q, q2 + d)
+            c0, c1 = _fma(q0, x, c0), _fma(q0, y, c1)
+            q0 = _spread_at(q, q3 + d)
+            d0, d1 = _fma(q0, x, d0), _fma(q0, y, d1)
+        t = g * LANES
+        _store(s, t, a0)
+        _store(s, t + 8, a1)
+        _store(s, t + TILE, b0)
+        _store(s, t + TILE + 8, b1)
+        _store(s, t + 2 * TILE, c0)
+        _store(s, t + 2 * TILE + 8, c1)
+        _store(s, t + 3 * TILE, d0)
+        _store(s, t + 3 * TILE + 8, d1)
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _exp(s: Any, bits: Any, power: Any, count: Any, top: Any) -> None:
-    """s[j] = exp(s[j] - top), top being the largest; `bits` is the int32 view of `power`."""
-    for j in range(count):
-        x = max(s[j] - top, _LOWEST)
-        n = math.floor(x * _LOG2E + _HALF)
-        r = x - n * _LN2_HIGH
-        r = r - n * _LN2_LOW
-        y = ((((_C0 * r + _C1) * r + _C2) * r + _C3) * r + _C4) * r + _C5
-        s[j] = y * (r * r) + r + _ONE
-        bits[j] = (np.int32(n) + _BIAS) << _MANTISSA
-    for j in range(count):
-        s[j] = s[j] * power[j]
+@njit(error_model="numpy")
+def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, base: Any, begin: Any, end: Any, width: Any) -> None:
+    """o[d] += w[t] * v[t, d] for t in begin .. end of the tile, 32 dimensions at a time, then 8."""
+    for at in range(0, width - 31, 32):
+        to = o_at + at
+        o0, o1, o2, o3 = _load(o, to), _load(o, to + 8), _load(o, to + 16), _load(o, to + 24)
+        for g in range(begin // LANES, (end + LANES - 1) // LANES):
+            first, last = max(begin, g * LANES), min(end, g * LANES + LANES)
+            p = (base[g] + first - g * LANES) * width + at
+            for t in range(first, last):
+                x = _spread_at(w, w_at + t)
+                o0 = _fma(x, _load(v, p), o0)
+                o1 = _fma(x, _load(v, p + 8), o1)
+                o2 = _fma(x, _load(v, p + 16), o2)
+                o3 = _fma(x, _load(v, p + 24), o3)
+                p += width
+        _store(o, to, o0)
+        _store(o, to + 8, o1)
+        _store(o, to + 16, o2)
+        _store(o, to + 24, o3)
+    for at in range(width // 32 * 32, width, LANES):
+        o0 = _load(o, o_at + at)
+        for t in range(begin, end):
+            p = (base[t // LANES] + t % LANES) * width + at
+            o0 = _fma(_spread_at(w, w_at + t), _load(v, p), o0)
+        _store(o, o_at + at, o0)
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _softmax_step(s: Any, bits: Any, power: Any, count: Any, o: Any, top: Any, total: Any) -> Any:
-    """Turn a tile's scores into weights; rescale what came before to the new largest score."""
-    largest = top
-    for j in range(count):
-        largest = max(largest, s[j])
-    if largest > top:
-        if total > _ZERO:
-            shrink = F(math.exp(top - largest))
-            total = total * shrink
-            for d in range(len(o)):
-                o[d] = o[d] * shrink
-        top = largest
-    _exp(s, bits, power, U(count), top)
-    for j in range(count):
-        total = total + s[j]
-    return top, total
+@njit(error_model="numpy")
+def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, end: Any, width: Any) -> None:
+    """As `_values_of_one` from the tile's start, for four rows of o and w, 16 dimensions at a time."""
+    row1, row2, row3 = o_at + width, o_at + 2 * width, o_at + 3 * width
+    for at in range(0, width - 15, 16):
+        a0, a1 = _load(o, o_at + at), _load(o, o_at + at + 8)
+        b0, b1 = _load(o, row1 + at), _load(o, row1 + at + 8)
+        c0, c1 = _load(o, row2 + at), _load(o, row2 + at + 8)
+        d0, d1 = _load(o, row3 + at), _load(o, row3 + at + 8)
+        for g in range((end + LANES - 1) // LANES):
+            p = base[g] * width + at
+            for t in range(g * LANES, min(end, g * LANES + LANES)):
+                x, y = _load(v, p), _load(v, p + 8)
+                w0 = _spread_at(w, t)
+                a0, a1 = _fma(w0, x, a0), _fma(w0, y, a1)
+                w0 = _spread_at(w, t + TILE)
+                b0, b1 = _fma(w0, x, b0), _fma(w0, y, b1)
+                w0 = _spread_at(w, t + 2 * TILE)
+                c0, c1 = _fma(w0, x, c0), _fma(w0, y, c1)
+                w0 = _spread_at(w, t + 3 * TILE)
+                d0, d1 = _fma(w0, x, d0), _fma(w0, y, d1)
+                p += width
+        _store(o, o_at + at, a0)
+        _store(o, o_at + at + 8, a1)
+        _store(o, row1 + at, b0)
+        _store(o, row1 + at + 8, b1)
+        _store(o, row2 + at, c0)
+        _store(o, row2 + at + 8, c1)
+        _store(o, row3 + at, d0)
+        _store(o, row3 + at + 8, d1)
+    if width % 16:
+        at = width - LANES
+        for row in range(QUAD):
+            o0 = _load(o, o_at + row * width + at)
+            for t in range(end):
+                p = (base[t // LANES] + t % LANES) * width + at
+                o0 = _fma(_spread_at(w, row * TILE + t), _load(v, p), o0)
+            _store(o, o_at + row * width + at, o0)
 
 
-@njit(parallel=True, cache=True, fastmath={"contract"}, error_model="numpy")
-def attend(q: Any, keys: Any, values: Any, tables: Any, tiles: Any, out: Any, scale: float) -> None:
+@njit(error_model="numpy")
+def _softmax_step(
+    s: Any,
+    s_at: Any,
+    seen: Any,
+    k_scale: Any,
+    v_scale: Any,
+    base: Any,
+    o: Any,
+    o_at: Any,
+    width: Any,
+    total: Any,
+    row: Any,
+    top: Any,
+) -> None:
+    """Turn a row's scores of a tile into weights, and rescale what came before if the largest score has grown.
+
+    With scales (keys' and values' of every slot) a score is first multiplied by its key's, a weight at last by its
+    value's: the sum of weights does not hold the latter.
+    """
+    scaled = len(k_scale) > 0
+    groups = (seen + LANES - 1) // LANES
+    if scaled:
+        for g in range(groups):
+            at = s_at + g * LANES
+            _store(s, at, _multiply(_load(s, at), _load(k_scale, base[g])))
+    for t in range(seen, groups * LANES):
+        s[s_at + t] = _NEVER
+    best = _spread_at(top, row)
+    for g in range(groups):
+        best = _larger(_load(s, s_at + g * LANES), best)
+    largest = _largest(best)
+    lanes = _load(total, row * LANES)
+    if largest > top[row]:
+        shrink = _exp(_splat(top[row] - largest))
+        lanes = _multiply(lanes, shrink)
+        for d in range(o_at, o_at + width, LANES):
+            _store(o, d, _multiply(_load(o, d), shrink))
+        top[row] = largest
+    for g in range(groups):
+        at = s_at + g * LANES
+        weight = _exp(_subtract(_load(s, at), _splat(largest)))
+        lanes = _add(lanes, weight)
+        _store(s, at, _multiply(weight, _load(v_scale, base[g])) if scaled else weight)
+    _store(total, row * LANES, lanes)
+
+
+@njit(error_model="numpy")
+def _attend_tile(
+    k: Any,
+    v: Any,
+    k_scale: Any,
+    v_scale: Any,
+    base: Any,
+    q: Any,
+    o: Any,
+    total: Any,
+    top: Any,
+    s: Any,
+    dim: Any,
+    width: Any,
+    position: Any,
+    begin: Any,
+    rows: Any,
+    group: Any,
+) -> None:
+    """All query rows over one tile of keys and values, four rows at a time, one alone at the end.
+
+    Row r sees position + r // group + 1 - begin positions of the tile, at most 64. Three more rows follow the last
+    one, so that four can always be taken; what becomes of them is not used.
+    """
+    r = max(0, (begin - position) * group)  # rows before see nothing of this tile
+    while r < rows:
+        first, at = min(TILE, position + r // group + 1 - begin), r * width
+        if rows - r == 1:
+            _scores_of_one(s, q, at, k, base, first, dim, width)
+            _softmax_step(s, 0, first, k_scale, v_scale, base, o, at, width, total, r, top)
+            _values_of_one(o, at, s, 0, v, base, 0, first, width)
+            return
+        last = min(TILE, position + (r + QUAD - 1) // group + 1 - begin)
+        _scores_of_four(s, q, at, k, base, last, dim, width)
+        for i in range(QUAD):
+            seen = min(TILE, position + (r + i) // group + 1 - begin)
+            _softmax_step(s, i * TILE, seen, k_scale, v_scale, base, o, at + i * width, width, total, r + i, top)
+        _values_of_four(o, at, s, v, base, first, width)
+        for i in range(1, QUAD):
+            seen = min(TILE, position + (r + i) // group + 1 - begin)
+            if seen > first:
+                _values_of_one(o, at + i * width, s, i * TILE, v, base, first, seen, width)
+        r += QUAD
+
+
+@njit(error_model="numpy")
+def _find(base: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
+    """Where in the pool, counted in slots, each group of 8 positions of a tile begins; the last one is repeated."""
+    for g in range(_GROUPS):
+        p = begin + min(g, (count - 1) // LANES) * LANES
+        base[g] = (np.int64(table[p // size]) * heads + head) * size + p % size
+
+
+@njit(error_model="numpy")
+def _bring(
+    k: Any,
+    v: Any,
+    near_k: Any,
+    near_v: Any,
+    table: Any,
+    begin: Any,
+    count: Any,
+    size: Any,
+    heads: Any,
+    head: Any,
+    width: Any,
+) -> None:
+    """Copy a tile whose groups of 8 positions do not lie together in the pool to where they do."""
+    for t in range(count):
+        p = begin + t
+        slot = (np.int64(table[p // size]) * heads + head) * size + p % size
+        group = t // LANES * LANES * width + t % LANES
+        for d in range(width):
+            near_k[group + d * LANES] = k[slot * width + d]
+            near_v[t * width + d] = v[slot * width + d]
+
+
+@njit(error_model="numpy")
+def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
+    """As `_bring`, for scales."""
+    for t in range(count):
+        p = begin + t
+        near[t] = scale[(np.int64(table[p // size]) * heads + head) * size + p % size]
+
+
+@njit(error_model="numpy")
+def _attend_share(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_scale: Any,
+    v_scale: Any,
+    tables: Any,
+    tiles: Any,
+    out: Any,
+    factor: Any,
+    heads: Any,
+    size: Any,
+    begin_item: Any,
+    end_item: Any,
+) -> None:
+    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through."""
+    dim, group = q.shape[2], q.shape[1] // heads
+    width = (dim + LANES - 1) // LANES * LANES
+    most, straight, scaled = 0, size % LANES == 0, len(k_scale) > 0
+    for i in range(len(tiles)):
+        most = max(most, tiles[i, 2] * group + QUAD - 1)
+    queries, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
+    total, top = np.empty(most * LANES, np.float32), np.empty(most, np.float32)
+    s, base = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64)
+    near = 0 if straight else TILE
+    near_k, near_v = np.empty(near * width, k.dtype), np.empty(near * width, v.dtype)
+    near_ks, near_vs = np.empty(near if scaled else 0, np.float32), np.empty(near if scaled else 0, np.float32)
+    for item in range(begin_item, end_item):
+        i, head = item // heads, item % heads
+        first, count, position, table = tiles[i, 1], tiles[i, 2], tiles[i, 3], tables[tiles[i, 0]]
+        rows = count * group
+        for r in range(rows):
+            for d in range(dim):
+                queries[r * width + d] = q[first + r // group, head * group + r % group, d] * factor
+        for at in range((rows + QUAD - 1) * width):
+            o[at] = _ZERO
+        for at in range((rows + QUAD - 1) * LANES):
+            total[at] = _ZERO
+        for r in range(rows + QUAD - 1):
+            top[r] = _NEVER
+        for begin in range(0, position + count, TILE):
+            here = min(TILE, position + count - begin)
+            if straight:
+                _find(base, table, begin, here, size, heads, head)
+                _attend_tile(
+                    k, v, k_scale, v_scale, base, queries, o, total, top, s, dim, width, position, begin, rows, group
+                )
+            else:
+                _bring(k, v, near_k, near_v, table, begin, here, size, heads, head, width)
+                if scaled:
+                    _bring_scales(k_scale, near_ks, table, begin, here, size, heads, head)
+                    _bring_scales(v_scale, near_vs, table, begin, here, size, heads, head)
+                for g in range(_GROUPS):
+                    base[g] = g * LANES
+                _attend_tile(
+                    near_k,
+                    near_v,
+                    near_ks,
+                    near_vs,
+                    base,
+                    queries,
+                    o,
+                    total,
+                    top,
+                    s,
+                    dim,
+                    width,
+                    position,
+                    begin,
+                    rows,
+                    group,
+                )
+        for r in range(rows):
+            weights = _ZERO
+            for lane in range(r * LANES, r * LANES + LANES):
+                weights += total[lane]
+            for d in range(dim):
+                out[first + r // group, head * group + r % group, d] = o[r * width + d] / weights
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    k_scale: Any,
+    v_scale: Any,
+    tables: Any,
+    tiles: Any,
+    out: Any,
+    factor: Any,
+    heads: Any,
+    size: Any,
+    threads: Any,
+) -> None:
     """Attention of every tile of queries, through the block tables.
 
     Args:
-        q, out: [T, n_head, head_dim] float32.
-        keys, values: a layer's pool (see `KVLayer`).
+        q: [T, n_head, head_dim] float32.
+        k, v: a layer's pool, flat (see `KVLayer`).
+        k_scale, v_scale: flat float32, a scale a slot and head; empty if there are none.
         tables: [S, max_blocks] int32.
         tiles: [n, 4] int64, see `cpu._tiles`.
-        scale: factor on the scores.
+        out: [T, n_head, head_dim] float32.
+        factor: on the scores, float32.
+        heads: of keys and values.
+        size: slots in a block.
+        threads: each takes as many pairs of a tile and a head as the others.
     """
-    dim, size, kv_heads = keys.shape[2], keys.shape[3], keys.shape[1]
-    group = q.shape[1] // kv_heads
-    k, v = keys.reshape(-1), values.reshape(-1)
-    for item in prange(tiles.shape[0] * kv_heads):
-        seq, first, count, position = tiles[item // kv_heads]
-        head = item % kv_heads
-        rows = count * group
-        queries = np.empty((rows, dim), np.float32)
-        o = np.zeros((rows, dim), np.float32)
-        top, total = np.full(rows, F(-np.inf)), np.zeros(rows, np.float32)
-        s, power = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-        bits = power.view(np.int32)
-        for r in range(rows):
-            queries[r] = q[first + r // group, head * group + r % group] * F(scale)
-        for begin in range(0, position + count, TILE):
-            for r in range(rows):
-                seen = min(TILE, position + r // group + 1 - begin)
-                if seen <= 0:
-                    continue
-                s[:seen] = _ZERO
-                j = 0
-                while j < seen:
-                    slot = (begin + j) % size
-                    run = min(seen - j, size - slot)
-                    base = (np.int64(tables[seq, (begin + j) // size]) * kv_heads + head) * dim * size
-                    _add_scores(s[j:], queries[r], k[base + slot :], U(dim), U(size), U(run))
-                    j += run
-                top[r], total[r] = _softmax_step(s, bits, power, seen, o[r], top[r], total[r])
-                j = 0
-                while j < seen:
-                    slot = (begin + j) % size
-                    run = min(seen - j, size - slot)
-                    base = (np.int64(tables[seq, (begin + j) // size]) * kv_heads + head) * dim * size
-                    _add_values(o[r], s[j:], v[base + slot * dim :], U(dim), U(run))
-                    j += run
-        for r in range(rows):
-            out[first + r // group, head * group + r % group] = o[r] / total[r]
+    items = len(tiles) * heads
+    for thread in prange(threads):
+        begin, end = items * thread // threads, items * (thread + 1) // threads
+        _attend_share(q, k, v, k_scale, v_scale, tables, tiles, out, factor, heads, size, begin, end)
 
 
-@njit(parallel=True, cache=True)
-def store(k: Any, v: Any, slots: Any, keys: Any, values: Any) -> None:
-    """Write new K/V [T, n_kv_head, head_dim] to flat slots [T] of a layer's pool."""
-    size = keys.shape[3]
+@njit(parallel=True, cache=True, error_model="numpy")
+def store(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, size: Any) -> None:
+    """Write new K/V [T, n_kv_head, head_dim], of the pool's dtype, to flat slots [T] of a layer's flat pool."""
+    heads, dim = k.shape[1], k.shape[2]
+    width = (dim + LANES - 1) // LANES * LANES
+    lanes = LANES if size % LANES == 0 else 1
     for t in prange(len(slots)):
         block, offset = slots[t] // size, slots[t] % size
-        for head in range(k.shape[1]):
-            for d in range(k.shape[2]):
-                keys[block, head, d, offset] = k[t, head, d]
-                values[block, head, offset, d] = v[t, head, d]
+        for head in range(heads):
+            row = (block * heads + head) * size + offset
+            for d in range(dim):
+                to_v[row * width + d] = v[t, head, d]
+            group = row // lanes * lanes * width + offset % lanes
+            for d in range(dim):
+                to_k[group + d * lanes] = k[t, head, d]
 
 
-def warm_up() -> None:
-    """Compile, or load what an earlier process compiled."""
-    x = np.zeros((1, 1, 8), np.float32)
-    keys, values = np.zeros((1, 1, 8, 4), np.float32), np.zeros((1, 1, 4, 8), np.float32)
-    store(x, x, np.zeros(1, np.int64), keys, values)
-    tile = np.array([[0, 0, 1, 0]], np.int64)
-    attend(x, keys, values, np.zeros((1, 1), np.int32), tile, np.empty_like(x), 1.0)
+@njit(error_model="numpy")
+def _quantise(x: Any, to: Any, at: Any, step: Any) -> Any:
+    """Write a vector as int8 to to[at], to[at + step] ..., and return its scale."""
+    largest = _ZERO
+    for d in range(len(x)):
+        largest = max(largest, abs(x[d]))
+    scale = largest / F(127.0)
+    for d in range(len(x)):
+        to[at + d * step] = np.int8(np.rint(x[d] / scale)) if scale > _ZERO else np.int8(0)
+    return scale
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def store_int8(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, k_scale: Any, v_scale: Any, size: Any) -> None:
+    """As `store`, from float32 to int8 with a scale a slot."""
+    heads, dim = k.shape[1], k.shape[2]
+    width = (dim + LANES - 1) // LANES * LANES
+    lanes = LANES if size % LANES == 0 else 1
+    for t in prange(len(slots)):
+        block, offset = slots[t] // size, slots[t] % size
+        for head in range(heads):
+            row = (block * heads + head) * size + offset
+            k_scale[row] = _quantise(k[t, head], to_k, row // lanes * lanes * width + offset % lanes, lanes)
+            v_scale[row] = _quantise(v[t, head], to_v, row * width, 1)
+
+
+def warm_up(dtype: str) -> None:
+    """Compile for a pool of this dtype, or load what an earlier process compiled.
+
+    Nothing is compiled later: arrays of one row, which count as contiguous, would else get code of their own.
+    """
+    number, whole = numba.from_dtype(np.dtype(dtype)), types.int64
+    pool, ints, scales = types.Array(number, 1, "C"), types.Array(whole, 1, "C"), types.Array(types.float32, 1, "C")
+    rows, out = types.Array(types.float32, 3, "A"), types.Array(types.float32, 3, "C")
+    new = types.Array(number, 3, "A")
+    tables, tiles = types.Array(types.int32, 2, "C"), types.Array(whole, 2, "C")
+    if number == types.int8:
+        _compile(store_int8, types.void(rows, rows, ints, pool, pool, scales, scales, whole))
+    else:
+        _compile(store, types.void(new, new, ints, pool, pool, whole))
+    _compile(
+        attend, types.void(rows, pool, pool, scales, scales, tables, tiles, out, types.float32, whole, whole, whole)
+    )
+
+
+def _compile(function: Any, signature: Any) -> None:
+    function.disable_compile(False)
+    function.compile(signature)
+    function.disable_compile()

@@ -9,7 +9,10 @@ from ember.cache.kv_pool import KVLayer
 
 
 class ReferenceAttention:
-    """softmax(q k^T * scale + causal mask) v, for each sequence in turn."""
+    """softmax(q k^T * scale + causal mask) v, for each sequence in turn; K/V are read as floats of any dtype."""
+
+    def __init__(self, kv_dtype: torch.dtype) -> None:
+        """Takes a pool of any dtype."""
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Keep the step's metadata."""

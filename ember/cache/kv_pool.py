@@ -1,11 +1,14 @@
 """The K/V tensors of all blocks, and how many blocks the memory holds.
 
-    k of one layer: [num_blocks, n_kv_head, head_dim, block_size]      v: [num_blocks, n_kv_head, block_size, head_dim]
-                         |                               |
-              block_table[p // block_size]        p % block_size       for the token at position p
+    v of one layer: [num_blocks, n_kv_head, block_size, width]      width: head_dim, rounded up to a multiple of 8
+                         |                      |
+              block_table[p // block_size]   p % block_size         for the token at position p
+    k of one layer: [num_blocks, n_kv_head, block_size / lanes, width, lanes]
 
-A head's slots of a block lie together: attention reads one straight run of memory a head. Keys are stored the other way
-round, so that scores of neighbouring slots are neighbouring lanes, each summed over head_dim in the same order.
+A head's slots of a block lie together: attention reads one straight run of memory a head. Keys lie the other way round
+within groups of 8 slots (`lanes`; 1 where the block size is no multiple of 8), so that the scores of 8 neighbouring
+slots are the lanes of a vector, each summed over head_dim in the same order. In int8, every head's key and value of a
+slot has a scale of its own: its largest number is 127 of them.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ import torch
 from ember.config import PoolSize
 from ember.errors import ConfigError, UserError
 
+LANES = 8
+"""Numbers in a vector of the CPU kernel."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVShape:
-    """Shape of the K/V of one block."""
+    """Shape of the K/V of one block; `dtype` is what is stored."""
 
     n_layer: int
     n_kv_head: int
@@ -29,33 +35,65 @@ class KVShape:
     dtype: torch.dtype
 
     @property
-    def bytes_per_block(self) -> int:
-        """Bytes of K and V of `block_size` tokens over all layers."""
-        return 2 * self.n_layer * self.n_kv_head * self.head_dim * self.block_size * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class KVLayer:
-    """One layer of the pool: `k` [num_blocks, n_kv_head, head_dim, block_size], `v` with the last two swapped."""
-
-    k: torch.Tensor
-    v: torch.Tensor
+    def width(self) -> int:
+        """Numbers a slot holds a head: head_dim, padded to whole vectors."""
+        return -(-self.head_dim // LANES) * LANES
 
     @property
-    def block_size(self) -> int:
-        """Slots in a block."""
-        return self.k.shape[3]
+    def lanes(self) -> int:
+        """Slots whose keys lie interleaved."""
+        return LANES if self.block_size % LANES == 0 else 1
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V of `block_size` tokens over all layers, scales too."""
+        slot = self.width * self.dtype.itemsize + (torch.float32.itemsize if self.dtype == torch.int8 else 0)
+        return 2 * self.n_layer * self.n_kv_head * self.block_size * slot
+
+
+class KVLayer:
+    """One layer of the pool.
+
+    Attributes:
+        k: [num_blocks, n_kv_head, block_size / lanes, width, lanes].
+        v: [num_blocks, n_kv_head, block_size, width].
+        k_scale, v_scale: [num_blocks, n_kv_head, block_size] float32 in int8, else empty.
+    """
+
+    def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
+        self.shape = shape
+        heads, slots, width, lanes = shape.n_kv_head, shape.block_size, shape.width, shape.lanes
+        self.k = torch.zeros(num_blocks, heads, slots // lanes, width, lanes, dtype=shape.dtype, device=device)
+        self.v = torch.zeros(num_blocks, heads, slots, width, dtype=shape.dtype, device=device)
+        scales = (num_blocks if shape.dtype == torch.int8 else 0, heads, slots)
+        self.k_scale, self.v_scale = (torch.zeros(scales, device=device) for _ in range(2))
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store new K/V, each [T, n_kv_head, head_dim], at flat slot numbers [T] (block * block_size + offset)."""
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        self.k[blocks, :, :, offsets] = k
-        self.v[blocks, :, offsets] = v
+        blocks, offsets, dim = slots // self.shape.block_size, slots % self.shape.block_size, self.shape.head_dim
+        if self.shape.dtype == torch.int8:
+            k, self.k_scale[blocks, :, offsets] = quantise(k)
+            v, self.v_scale[blocks, :, offsets] = quantise(v)
+        lanes = self.shape.lanes
+        self.k[blocks, :, offsets // lanes, :dim, offsets % lanes] = k.to(self.shape.dtype)
+        self.v[blocks, :, offsets, :dim] = v.to(self.shape.dtype)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]."""
-        blocks, offsets = slots // self.block_size, slots % self.block_size
-        return self.k[blocks, :, :, offsets], self.v[blocks, :, offsets]
+        """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]; int8 as float32."""
+        blocks, offsets, dim = slots // self.shape.block_size, slots % self.shape.block_size, self.shape.head_dim
+        lanes = self.shape.lanes
+        k, v = self.k[blocks, :, offsets // lanes, :dim, offsets % lanes], self.v[blocks, :, offsets, :dim]
+        if self.shape.dtype == torch.int8:
+            k = k * self.k_scale[blocks, :, offsets][..., None]
+            v = v * self.v_scale[blocks, :, offsets][..., None]
+        return k, v
+
+
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors [..., n] as int8 and a scale [...] each: x is about int8 * scale."""
+    scale = x.float().abs().amax(-1) / 127.0
+    steps = x.float() / scale[..., None].where(scale[..., None] > 0, 1.0)
+    return steps.round().to(torch.int8), scale
 
 
 class KVPool:
@@ -64,14 +102,7 @@ class KVPool:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         self.num_blocks = num_blocks
-        heads, dim, slots = shape.n_kv_head, shape.head_dim, shape.block_size
-        self.layers = [
-            KVLayer(
-                torch.zeros(num_blocks, heads, dim, slots, dtype=shape.dtype, device=device),
-                torch.zeros(num_blocks, heads, slots, dim, dtype=shape.dtype, device=device),
-            )
-            for _ in range(shape.n_layer)
-        ]
+        self.layers = [KVLayer(shape, num_blocks, device) for _ in range(shape.n_layer)]
 
 
 def num_blocks_for(

@@ -68,7 +68,7 @@ class LLM:
             weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
             network = GPT2(plan.network, weights, config.weights)
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
-        runner = ModelRunner(network, pool, make_backend(plan.attention), plan.device)
+        runner = ModelRunner(network, pool, make_backend(plan.attention, plan.kv_shape.dtype), plan.device)
         scheduler = Scheduler(
             BlockManager(plan.num_blocks, config.block_size),
             policy=config.scheduler,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ember.attention import batched
 from ember.attention.base import AttentionMetadata, make_backend, resolve_attention
-from ember.cache.kv_pool import KVLayer
+from ember.cache.kv_pool import KVLayer, KVShape
 from ember.errors import ConfigError
 
 BACKENDS = ("reference", "batched", "cpu")
@@ -47,14 +47,19 @@ class Case:
         position = torch.arange(first, last)
         return self.tables[s][position // self.block_size].long() * self.block_size + position % self.block_size
 
-    def sizes(self):
-        """Of the keys, [head_dim, slot] in a block, and of the values, [slot, head_dim]."""
-        blocks = (self.num_blocks, self.kv_heads)
-        return (*blocks, self.head_dim, self.block_size), (*blocks, self.block_size, self.head_dim)
+    def empty_layer(self, dtype=torch.float32):
+        """A pool that is all NaN, padding and scales too."""
+        shape = KVShape(
+            n_layer=1, n_kv_head=self.kv_heads, head_dim=self.head_dim, block_size=self.block_size, dtype=dtype
+        )
+        layer = KVLayer(shape, self.num_blocks, torch.device("cpu"))
+        for stored in (layer.k, layer.v, layer.k_scale, layer.v_scale):
+            stored.fill_(math.nan if stored.is_floating_point() else 99)
+        return layer
 
-    def layer(self):
+    def layer(self, dtype=torch.float32):
         """The pool before the step: NaN in every slot that holds no token yet."""
-        layer = KVLayer(*(torch.full(size, math.nan) for size in self.sizes()))
+        layer = self.empty_layer(dtype)
         for s, (old, _) in enumerate(self.lengths):
             layer.write(self.k[s][:old], self.v[s][:old], self.slots(s, 0, old))
         return layer
@@ -77,9 +82,9 @@ class Case:
         """The new tokens of all sequences, one after another."""
         return torch.cat([x[old:] for x, (old, _) in zip(whole, self.lengths, strict=True)])
 
-    def run(self, backend):
-        """The backend's output and the pool that it leaves."""
-        attention, layer = make_backend(backend), self.layer()
+    def run(self, backend, dtype=torch.float32):
+        """The backend's output and the pool of that dtype that it leaves."""
+        attention, layer = make_backend(backend, dtype), self.layer(dtype)
         attention.prepare(self.metadata())
         out = attention.forward(self.packed(self.q), self.packed(self.k), self.packed(self.v), layer, self.scale)
         return out, layer
@@ -107,7 +112,8 @@ def check(case, backend):
         assert torch.equal(keys, case.k[s])
         assert torch.equal(values, case.v[s])
     written = sum(old + new for old, new in case.lengths) * case.kv_heads
-    assert int((~layer.k.isnan()).all(2).sum()) == written, "a slot of nobody was written"
+    assert int((~layer.v.isnan()).any(3).sum()) == written, "a slot of nobody was written"
+    assert int((~layer.k.isnan()).any(3).sum()) == written, "a slot of nobody was written"
 
 
 SEQUENCES = st.lists(
@@ -195,7 +201,7 @@ def test_tiles_and_groups_change_nothing(tile, group_slots, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_backend_object_serves_many_steps(backend):
     """What `prepare` keeps of one step must not leak into the next, whatever its shape."""
-    attention = make_backend(backend)
+    attention = make_backend(backend, torch.float32)
     for seed, lengths in enumerate([[(0, 9), (4, 1)], [(9, 1)], [(1, 1), (2, 70), (3, 1)]]):
         case = Case(lengths, 2, 1, 4, 4, seed)
         attention.prepare(case.metadata())
@@ -212,13 +218,34 @@ def test_bfloat16_goes_in_and_comes_out(backend):
     case = Case([(0, 6), (3, 1)], 1, 2, 8, 4)
     for stored in (case.q, case.k, case.v):
         stored[:] = [x.bfloat16() for x in stored]
-    layer = KVLayer(*(torch.zeros(size, dtype=torch.bfloat16) for size in case.sizes()))
+    layer = case.empty_layer(torch.bfloat16)
     layer.write(case.k[1][:3], case.v[1][:3], case.slots(1, 0, 3))
-    attention = make_backend(backend)
+    attention = make_backend(backend, torch.bfloat16)
     attention.prepare(case.metadata())
     out = attention.forward(*(case.packed(x) for x in (case.q, case.k, case.v)), layer, case.scale)
     assert out.dtype == torch.bfloat16
     torch.testing.assert_close(out.double(), case.dense(), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8], ids=str)
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    lengths=SEQUENCES,
+    group=st.integers(1, 5),
+    head_dim=st.sampled_from([3, 8, 40, 64, 80]),
+    block_size=st.sampled_from([1, 7, 8, 16, 40, 64]),
+    seed=st.integers(0, 2**31),
+)
+def test_the_kernel_reads_every_kind_of_pool(dtype, lengths, group, head_dim, block_size, seed):
+    """A half read as an integer, a scale of the wrong slot, or a rounding that the plain backend does not do."""
+    case = Case(lengths, 2, group, head_dim, block_size, seed)
+    out, layer = case.run("cpu", dtype)
+    expected, held = case.run("reference", dtype)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=1e-4)
+    for mine, its in ((layer.k, held.k), (layer.v, held.v), (layer.k_scale, held.k_scale)):
+        assert torch.equal(mine.nan_to_num(-1.0), its.nan_to_num(-1.0))
+    assert (out.double() - case.dense()).abs().mean() < 0.05
 
 
 def test_auto_is_the_fastest_there_is():
