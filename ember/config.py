@@ -19,6 +19,7 @@ RUNNERS = ("local", "ray")
 WEIGHTS = ("auto", "int8", "fp16")
 DETERMINISTIC = ("auto", "require")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_DTYPES = (*DTYPES, "int8")
 STDIN = "-"
 _OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column": "sampling"}
 _POOL_SIZE = re.compile(r"([0-9]+)(tok|KiB|MiB|GiB|TiB)?")
@@ -69,6 +70,7 @@ class EngineConfig:
     device: str = "auto"
     dtype: str = "auto"
     weights: str = "auto"
+    kv_dtype: str = "auto"
     num_threads: int | None = None
     deterministic: str = "auto"
     attention: str = "auto"
@@ -85,6 +87,7 @@ class EngineConfig:
             raise ConfigError("model", self.model, "must be a ModelConfig; use ModelConfig(name=...) or (path=...)")
         one_of("dtype", self.dtype, DTYPES)
         one_of("weights", self.weights, WEIGHTS)
+        one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         one_of("deterministic", self.deterministic, DETERMINISTIC)
         one_of("attention", self.attention, ATTENTION_BACKENDS)
         one_of("scheduler", self.scheduler, POLICIES)

@@ -53,7 +53,7 @@ def _show_engine(config: JobConfig, plan: EnginePlan) -> None:
         f"scheduler {config.scheduler}"
     )
     print(f"        max_model_len {plan.max_model_len}, max_num_seqs {config.max_num_seqs}")
-    print(f"pool    {tokens}")
+    print(f"pool    {tokens}, in {plan.kv_dtype_name}")
 
 
 def _state(config: JobConfig, work: Work, folder: OutputFolder) -> str:

@@ -31,6 +31,7 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
         **model,
         "dtype": plan.dtype_name,
         "weights": config.weights,
+        "kv_dtype": plan.kv_dtype_name,
         "attention": plan.attention,
         "device": plan.device.type,
         "max_model_len": plan.max_model_len,

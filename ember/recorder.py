@@ -169,6 +169,7 @@ class Recorder:
                 "device": str(plan.device),
                 "dtype": plan.dtype_name,
                 "weights": plan.dtype_name if self.config.weights == "auto" else self.config.weights,
+                "kv_dtype": plan.kv_dtype_name,
                 "attention": plan.attention,
                 "scheduler": self.config.scheduler,
                 "pool_size": self.config.pool_size,

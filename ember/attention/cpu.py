@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ class CpuAttention:
     def __init__(self, kv_dtype: torch.dtype) -> None:
         from ember.attention import cpu_kernel
 
-        self._kernel = cpu_kernel
+        self._kernel: Any = cpu_kernel
         begin = time.perf_counter()
         numba_follows_torch()
         cpu_kernel.warm_up(str(_STORED_AS.get(kv_dtype, kv_dtype)).removeprefix("torch."))

@@ -21,10 +21,9 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import extending, njit, prange, types
 from numba.core import cgutils
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
 
 LANES = 8
 TILE = 64
@@ -33,6 +32,7 @@ QUAD = 4
 """Query rows that share each load of a key or value."""
 
 F = np.float32
+intrinsic: Any = extending.intrinsic  # its own type hints count `typing` as an argument of the call
 _GROUPS = TILE // LANES
 _NEVER = F(-np.inf)
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
@@ -40,7 +40,7 @@ _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
 _MULTIPLY_ADD = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
 
 
-class Lanes(types.Type):  # type: ignore[misc]
+class Lanes(types.Type):
     """Eight float32 in a vector register."""
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Lanes(types.Type):  # type: ignore[misc]
 _lanes = Lanes()
 
 
-@register_model(Lanes)
-class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
+@extending.register_model(Lanes)
+class _LanesModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Any) -> None:
         super().__init__(manager, kind, _FLOATS)
 
@@ -492,7 +492,7 @@ def _attend_share(
         most = max(most, tiles[i, 2] * group + QUAD - 1)
     queries, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
     total, top = np.empty(most * LANES, np.float32), np.empty(most, np.float32)
-    s, base = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64)
+    s, base, in_order = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64), np.arange(0, TILE, LANES)
     near = 0 if straight else TILE
     near_k, near_v = np.empty(near * width, k.dtype), np.empty(near * width, v.dtype)
     near_ks, near_vs = np.empty(near if scaled else 0, np.float32), np.empty(near if scaled else 0, np.float32)
@@ -503,12 +503,9 @@ def _attend_share(
         for r in range(rows):
             for d in range(dim):
                 queries[r * width + d] = q[first + r // group, head * group + r % group, d] * factor
-        for at in range((rows + QUAD - 1) * width):
-            o[at] = _ZERO
-        for at in range((rows + QUAD - 1) * LANES):
-            total[at] = _ZERO
-        for r in range(rows + QUAD - 1):
-            top[r] = _NEVER
+        o[: (rows + QUAD - 1) * width] = _ZERO
+        total[: (rows + QUAD - 1) * LANES] = _ZERO
+        top[: rows + QUAD - 1] = _NEVER
         for begin in range(0, position + count, TILE):
             here = min(TILE, position + count - begin)
             if straight:
@@ -521,8 +518,7 @@ def _attend_share(
                 if scaled:
                     _bring_scales(k_scale, near_ks, table, begin, here, size, heads, head)
                     _bring_scales(v_scale, near_vs, table, begin, here, size, heads, head)
-                for g in range(_GROUPS):
-                    base[g] = g * LANES
+                base[:] = in_order
                 _attend_tile(
                     near_k,
                     near_v,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from ember.attention.base import resolve_attention
 from ember.cache.kv_pool import KVShape, num_blocks_for
@@ -15,9 +16,6 @@ from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
 from ember.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +63,7 @@ class EnginePlan:
             n_kv_head=network.n_kv_head,
             head_dim=network.head_dim,
             block_size=config.block_size,
-            dtype=dtype,
+            dtype=dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype),
         )
         num_blocks = num_blocks_for(
             config.pool_size,
@@ -103,6 +101,11 @@ class EnginePlan:
     def dtype_name(self) -> str:
         """The dtype as in the settings: float32, bfloat16 or float16."""
         return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def kv_dtype_name(self) -> str:
+        """The pool's dtype as in the settings: float32, bfloat16, float16 or int8."""
+        return str(self.kv_shape.dtype).removeprefix("torch.")
 
 
 def _tokenizer(folder: ModelFolder, network: GPT2Config) -> Tokenizer:

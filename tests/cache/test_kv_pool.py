@@ -27,23 +27,25 @@ def count(pool_size, *, block_size=4, max_model_len=16, max_num_seqs=4, free_byt
 
 def test_bytes_per_block():
     """K and V, all layers, all heads: a factor forgotten would make `pool_size=2GiB` a lie."""
-    assert shape(4).bytes_per_block == 2 * 2 * 3 * 5 * 4 * 4
-    assert shape(4, torch.float16).bytes_per_block == 2 * 2 * 3 * 5 * 4 * 2
+    assert shape(4).bytes_per_block == 2 * 2 * 3 * 8 * 4 * 4  # head_dim 5 takes up 8
+    assert shape(4, torch.float16).bytes_per_block == 2 * 2 * 3 * 8 * 4 * 2
+    assert shape(4, torch.int8).bytes_per_block == 2 * 2 * 3 * (8 + 4) * 4  # and a float32 scale
 
 
-def test_pool_takes_the_bytes_it_says():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_pool_takes_the_bytes_it_says(dtype):
     """The tensors of a pool must be as big as `bytes_per_block` promises."""
-    pool = KVPool(shape(), 7, CPU)
-    total = sum(layer.k.nbytes + layer.v.nbytes for layer in pool.layers)
-    assert total == 7 * shape().bytes_per_block
+    pool = KVPool(shape(16, dtype), 7, CPU)
+    stored = [(layer.k, layer.v, layer.k_scale, layer.v_scale) for layer in pool.layers]
+    assert sum(x.nbytes for layer in stored for x in layer) == 7 * shape(16, dtype).bytes_per_block
     assert len(pool.layers) == 2
-    assert pool.layers[0].k.shape == (7, 3, 5, 4)
-    assert pool.layers[0].v.shape == (7, 3, 4, 5)
+    assert pool.layers[0].k.shape == (7, 3, 2, 8, 8)
+    assert pool.layers[0].v.shape == (7, 3, 16, 8)
 
 
-@pytest.mark.parametrize("block_size", [1, 3, 4])
+@pytest.mark.parametrize("block_size", [1, 3, 8, 24])
 def test_a_slot_is_block_times_size_plus_offset(block_size):
-    """Writing must land in `k[block, :, :, offset]` and gather must read the same place; K and V must not mix."""
+    """Writing must land where the kernel reads, and gather must read the same place; K and V must not mix."""
     layer = KVPool(shape(block_size), 6, CPU).layers[1]
     generator = torch.Generator().manual_seed(0)
     slots = torch.randperm(6 * block_size, generator=generator)[:5]
@@ -51,13 +53,29 @@ def test_a_slot_is_block_times_size_plus_offset(block_size):
     layer.write(k, v, slots)
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, block_size)
-        assert torch.equal(layer.k[block, :, :, offset], k[i])
-        assert torch.equal(layer.v[block, :, offset], v[i])
+        group, lane = divmod(offset, layer.shape.lanes)
+        assert torch.equal(layer.k[block, :, group, :5, lane], k[i])
+        assert torch.equal(layer.v[block, :, offset, :5], v[i])
     keys, values = layer.gather(slots.view(5, 1))
     assert keys.shape == (5, 1, 3, 5)
     assert torch.equal(keys[:, 0], k)
     assert torch.equal(values[:, 0], v)
-    assert int(layer.k.abs().sum(dim=(1, 2)).count_nonzero()) == 5
+    assert int(layer.k.count_nonzero()) == k.numel()
+
+
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_int8_keeps_a_vector_within_half_a_step(block_size):
+    """A scale of another head or slot, or a zero vector that becomes not a number."""
+    layer = KVPool(shape(block_size, torch.int8), 2, CPU).layers[0]
+    k, v = (
+        torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e-3, 1, 50, 0])[:, None, None]
+    )
+    slots = torch.tensor([5, 0, 3, 2])
+    layer.write(k, v, slots)
+    for stored, x in zip(layer.gather(slots), (k, v), strict=True):
+        step = x.abs().amax(-1, keepdim=True) / 127
+        assert bool(((stored - x).abs() <= step * 0.501).all())
 
 
 def test_layers_do_not_share_slots():
@@ -70,7 +88,7 @@ def test_layers_do_not_share_slots():
 
 @pytest.mark.parametrize(
     ("pool_size", "blocks"),
-    [("9", 9), ("16tok", 4), ("19tok", 4), ("20tok", 5), ("4KiB", 4), ("1MiB", 1092), ("auto", 16)],
+    [("9", 9), ("16tok", 4), ("19tok", 4), ("20tok", 5), ("6KiB", 4), ("1MiB", 682), ("auto", 16)],
 )
 def test_pool_sizes(pool_size, blocks):
     """Blocks, tokens and bytes are rounded down to whole blocks; auto is what max_num_seqs full sequences need."""
