@@ -397,32 +397,31 @@ def _attend_tile(
     s: Any,
     dim: Any,
     width: Any,
-    position: Any,
-    begin: Any,
+    ahead: Any,
     rows: Any,
     group: Any,
 ) -> None:
     """All query rows over one tile of keys and values, four rows at a time, one alone at the end.
 
-    Row r sees position + r // group + 1 - begin positions of the tile, at most 64. Three more rows follow the last
+    Row r sees ahead + r // group + 1 positions of the tile, at most 64. Three more rows follow the last
     one, so that four can always be taken; what becomes of them is not used.
     """
-    r = max(0, (begin - position) * group)  # rows before see nothing of this tile
+    r = max(0, -ahead * group)  # rows before see nothing of this tile
     while r < rows:
-        first, at = min(TILE, position + r // group + 1 - begin), r * width
+        first, at = min(TILE, ahead + r // group + 1), r * width
         if rows - r == 1:
             _scores_of_one(s, q, at, k, base, first, dim, width)
             _softmax_step(s, 0, first, k_scale, v_scale, base, o, at, width, total, r, top)
             _values_of_one(o, at, s, 0, v, base, 0, first, width)
             return
-        last = min(TILE, position + (r + QUAD - 1) // group + 1 - begin)
+        last = min(TILE, ahead + (r + QUAD - 1) // group + 1)
         _scores_of_four(s, q, at, k, base, last, dim, width)
         for i in range(QUAD):
-            seen = min(TILE, position + (r + i) // group + 1 - begin)
+            seen = min(TILE, ahead + (r + i) // group + 1)
             _softmax_step(s, i * TILE, seen, k_scale, v_scale, base, o, at + i * width, width, total, r + i, top)
         _values_of_four(o, at, s, v, base, first, width)
         for i in range(1, QUAD):
-            seen = min(TILE, position + (r + i) // group + 1 - begin)
+            seen = min(TILE, ahead + (r + i) // group + 1)
             if seen > first:
                 _values_of_one(o, at + i * width, s, i * TILE, v, base, first, seen, width)
         r += QUAD
@@ -469,6 +468,25 @@ def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, siz
 
 
 @njit(error_model="numpy")
+def _begin(q: Any, rows_q: Any, first: Any, rows: Any, head: Any, group: Any, width: Any, factor: Any) -> None:
+    """The scaled queries of a tile that share a head of keys, row by row."""
+    for r in range(rows):
+        for d in range(q.shape[2]):
+            rows_q[r * width + d] = q[first + r // group, head * group + r % group, d] * factor
+
+
+@njit(error_model="numpy")
+def _finish(o: Any, total: Any, out: Any, first: Any, rows: Any, head: Any, group: Any, width: Any) -> None:
+    """Divide each row's output by its sum of weights."""
+    for r in range(rows):
+        weights = _ZERO
+        for lane in range(r * LANES, r * LANES + LANES):
+            weights += total[lane]
+        for d in range(out.shape[2]):
+            out[first + r // group, head * group + r % group, d] = o[r * width + d] / weights
+
+
+@njit(error_model="numpy")
 def _attend_share(
     q: Any,
     k: Any,
@@ -490,7 +508,7 @@ def _attend_share(
     most, straight, scaled = 0, size % LANES == 0, len(k_scale) > 0
     for i in range(len(tiles)):
         most = max(most, tiles[i, 2] * group + QUAD - 1)
-    queries, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
+    rows_q, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
     total, top = np.empty(most * LANES, np.float32), np.empty(most, np.float32)
     s, base, in_order = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64), np.arange(0, TILE, LANES)
     near = 0 if straight else TILE
@@ -500,19 +518,15 @@ def _attend_share(
         i, head = item // heads, item % heads
         first, count, position, table = tiles[i, 1], tiles[i, 2], tiles[i, 3], tables[tiles[i, 0]]
         rows = count * group
-        for r in range(rows):
-            for d in range(dim):
-                queries[r * width + d] = q[first + r // group, head * group + r % group, d] * factor
+        _begin(q, rows_q, first, rows, head, group, width, factor)
         o[: (rows + QUAD - 1) * width] = _ZERO
         total[: (rows + QUAD - 1) * LANES] = _ZERO
         top[: rows + QUAD - 1] = _NEVER
         for begin in range(0, position + count, TILE):
-            here = min(TILE, position + count - begin)
+            here, ahead = min(TILE, position + count - begin), position - begin
             if straight:
                 _find(base, table, begin, here, size, heads, head)
-                _attend_tile(
-                    k, v, k_scale, v_scale, base, queries, o, total, top, s, dim, width, position, begin, rows, group
-                )
+                _attend_tile(k, v, k_scale, v_scale, base, rows_q, o, total, top, s, dim, width, ahead, rows, group)
             else:
                 _bring(k, v, near_k, near_v, table, begin, here, size, heads, head, width)
                 if scaled:
@@ -520,29 +534,9 @@ def _attend_share(
                     _bring_scales(v_scale, near_vs, table, begin, here, size, heads, head)
                 base[:] = in_order
                 _attend_tile(
-                    near_k,
-                    near_v,
-                    near_ks,
-                    near_vs,
-                    base,
-                    queries,
-                    o,
-                    total,
-                    top,
-                    s,
-                    dim,
-                    width,
-                    position,
-                    begin,
-                    rows,
-                    group,
+                    near_k, near_v, near_ks, near_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group
                 )
-        for r in range(rows):
-            weights = _ZERO
-            for lane in range(r * LANES, r * LANES + LANES):
-                weights += total[lane]
-            for d in range(dim):
-                out[first + r // group, head * group + r % group, d] = o[r * width + d] / weights
+        _finish(o, total, out, first, rows, head, group, width)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
