@@ -12,6 +12,8 @@ from tests.fakes import prompts_of_many_lengths
 
 OUTPUT_TOKENS = 6
 WEIGHTS = ("auto", "int8", "fp16")
+KV_DTYPES = ("float16", "bfloat16", "int8")
+FORMS = [*({"weights": form} for form in WEIGHTS), *({"kv_dtype": form} for form in KV_DTYPES)]
 HEIGHTS = (*range(1, 65), 100, 120, 127, 128, 255, 299)
 BASE = {"block_size": 16, "scheduler": "prefill_first", "max_num_batched_tokens": 2048, "pool_size": "8192tok"}
 
@@ -39,14 +41,14 @@ def prompts() -> list[list[int]]:
     return prompts_of_many_lengths()
 
 
-@pytest.fixture(scope="module", params=WEIGHTS)
-def weights(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=FORMS, ids=str)
+def form(request: pytest.FixtureRequest) -> dict[str, str]:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]], weights: str) -> dict[tuple[int, int], torch.Tensor]:
-    return logits_of(prompts, weights=weights)
+def expected(prompts: list[list[int]], form: dict[str, str]) -> dict[tuple[int, int], torch.Tensor]:
+    return logits_of(prompts, **form)
 
 
 @pytest.mark.parametrize(
@@ -65,20 +67,20 @@ def expected(prompts: list[list[int]], weights: str) -> dict[tuple[int, int], to
     ],
     ids=str,
 )
-def test_no_setting_changes_a_bit(prompts, weights, expected, settings):
+def test_no_setting_changes_a_bit(prompts, form, expected, settings):
     """A sum whose order follows the batch, the chunk or the block: greedy ties and sampled draws would flip."""
-    found = logits_of(prompts, weights=weights, deterministic="require", **settings)
+    found = logits_of(prompts, deterministic="require", **form, **settings)
     assert found.keys() == expected.keys()
     different = [key for key, logits in found.items() if not torch.equal(logits, expected[key])]
     assert not different
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_threads_do_not_change_a_bit(prompts, weights, expected, num_threads):
+def test_threads_do_not_change_a_bit(prompts, form, expected, num_threads):
     """A laptop and a server must make the same rows."""
     before = torch.get_num_threads()
     try:
-        found = logits_of(prompts, weights=weights, num_threads=num_threads)
+        found = logits_of(prompts, num_threads=num_threads, **form)
         assert torch.get_num_threads() == num_threads
     finally:
         torch.set_num_threads(before)
@@ -97,6 +99,13 @@ def test_the_forms_of_weights_differ():
 def test_the_setting_reaches_the_network(prompts):
     logits = [logits_of(prompts[:1], weights=form)[0, len(prompts[0])] for form in ("auto", "int8")]
     assert not torch.equal(*logits)
+
+
+def test_the_kinds_of_pool_differ(prompts):
+    """As above, for `kv_dtype`."""
+    logits = [logits_of(prompts[:1], kv_dtype=kind)[0, len(prompts[0])] for kind in ("auto", *KV_DTYPES)]
+    for i, one in enumerate(logits):
+        assert not any(torch.equal(one, other) for other in logits[:i])
 
 
 @pytest.mark.parametrize("form", WEIGHTS)
