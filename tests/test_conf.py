@@ -11,7 +11,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-import ember.run
+import ember.launch.start  # registers the schema
 from ember.config import JobConfig
 from ember.launch.places import shipped
 from ember.launch.settings import job_config
