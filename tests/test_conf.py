@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
 import ember.launch.start  # registers the schema
+import ember.run
 from ember.config import JobConfig
 from ember.launch.places import shipped
 from ember.launch.settings import job_config
