@@ -468,6 +468,12 @@ def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, siz
 
 
 @njit(error_model="numpy")
+def _fill(x: Any, count: Any, value: Any) -> None:
+    for i in range(count):
+        x[i] = value
+
+
+@njit(error_model="numpy")
 def _begin(q: Any, rows_q: Any, first: Any, rows: Any, head: Any, group: Any, width: Any, factor: Any) -> None:
     """The scaled queries of a tile that share a head of keys, row by row."""
     for r in range(rows):
@@ -510,32 +516,34 @@ def _attend_share(
         most = max(most, tiles[i, 2] * group + QUAD - 1)
     rows_q, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
     total, top = np.empty(most * LANES, np.float32), np.empty(most, np.float32)
-    s, base, in_order = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64), np.arange(0, TILE, LANES)
+    s, base = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64)
     near = 0 if straight else TILE
-    near_k, near_v = np.empty(near * width, k.dtype), np.empty(near * width, v.dtype)
-    near_ks, near_vs = np.empty(near if scaled else 0, np.float32), np.empty(near if scaled else 0, np.float32)
+    tile_k = k if straight else np.empty(near * width, k.dtype)
+    tile_v = v if straight else np.empty(near * width, v.dtype)
+    tile_ks = k_scale if straight or not scaled else np.empty(near, np.float32)
+    tile_vs = v_scale if straight or not scaled else np.empty(near, np.float32)
     for item in range(begin_item, end_item):
         i, head = item // heads, item % heads
         first, count, position, table = tiles[i, 1], tiles[i, 2], tiles[i, 3], tables[tiles[i, 0]]
         rows = count * group
         _begin(q, rows_q, first, rows, head, group, width, factor)
-        o[: (rows + QUAD - 1) * width] = _ZERO
-        total[: (rows + QUAD - 1) * LANES] = _ZERO
-        top[: rows + QUAD - 1] = _NEVER
+        _fill(o, (rows + QUAD - 1) * width, _ZERO)
+        _fill(total, (rows + QUAD - 1) * LANES, _ZERO)
+        _fill(top, rows + QUAD - 1, _NEVER)
         for begin in range(0, position + count, TILE):
             here, ahead = min(TILE, position + count - begin), position - begin
             if straight:
                 _find(base, table, begin, here, size, heads, head)
-                _attend_tile(k, v, k_scale, v_scale, base, rows_q, o, total, top, s, dim, width, ahead, rows, group)
             else:
-                _bring(k, v, near_k, near_v, table, begin, here, size, heads, head, width)
+                _bring(k, v, tile_k, tile_v, table, begin, here, size, heads, head, width)
+                for g in range(_GROUPS):
+                    base[g] = g * LANES
                 if scaled:
-                    _bring_scales(k_scale, near_ks, table, begin, here, size, heads, head)
-                    _bring_scales(v_scale, near_vs, table, begin, here, size, heads, head)
-                base[:] = in_order
-                _attend_tile(
-                    near_k, near_v, near_ks, near_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group
-                )
+                    _bring_scales(k_scale, tile_ks, table, begin, here, size, heads, head)
+                    _bring_scales(v_scale, tile_vs, table, begin, here, size, heads, head)
+            _attend_tile(
+                tile_k, tile_v, tile_ks, tile_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group
+            )
         _finish(o, total, out, first, rows, head, group, width)
 
 
