@@ -27,6 +27,7 @@ from ember.errors import ConfigError
 from ember.interrupt import Interrupted, Interrupts
 from ember.recorder import Recorder
 from ember.request import start
+from ember.threads import same_threads_after
 
 
 def run_job(config: JobConfig) -> JobSummary:
@@ -40,7 +41,7 @@ def run_job(config: JobConfig) -> JobSummary:
     """
     begin = time.perf_counter()
     run_id = uuid.uuid4().hex[:12]
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, same_threads_after():
         try:
             with interrupts.breakable(after=1):
                 plan = _plan(config)

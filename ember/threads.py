@@ -8,6 +8,8 @@ threads wait must be said before torch loads.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from ember.errors import ConfigError
 
@@ -22,19 +24,34 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def use_threads(num_threads: int | None) -> None:
-    """Let torch compute with so many threads in this process; None leaves it as it is.
+def check_threads(num_threads: int | None) -> None:
+    """See that there are so many cores.
 
     Raises:
-        ConfigError: more than there are cores, where they would only wait for each other.
+        ConfigError: more threads than that would only wait for each other.
     """
-    if num_threads is None:
-        return
-    if num_threads > (cores := num_cores()):
+    if num_threads is not None and num_threads > (cores := num_cores()):
         raise ConfigError("num_threads", num_threads, f"this process may use {cores} cores; set at most that, or null")
+
+
+def use_threads(num_threads: int | None) -> None:
+    """Let torch compute with so many threads in this process; None leaves it as it is."""
     import torch
 
-    torch.set_num_threads(num_threads)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def same_threads_after() -> Iterator[None]:
+    """Give torch back the number of threads that it has now: the next job of a sweep may set none."""
+    import torch
+
+    before = torch.get_num_threads()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def numba_follows_torch() -> None:

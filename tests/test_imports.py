@@ -19,6 +19,7 @@ LEVELS = {
     "ember": 0,
     "ember.errors": 0,
     "ember.threads": 0,
+    "ember.kernel_cache": 0,
     "ember.checks": 1,
     "ember.sampling_params": 1,
     "ember.config": 2,

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from ember import LLM, SamplingParams
+from ember.config import JobConfig
 from ember.errors import ConfigError
+from ember.job import run_job
 from ember.threads import num_cores
 
 SEEN = """
@@ -63,3 +65,27 @@ def test_null_leaves_torch_as_it_is():
             lambda: LLM(device="cpu", pool_size="2048tok").generate("a", SamplingParams(max_tokens=1))
         ).result()
     assert torch.get_num_threads() == before
+
+
+def test_the_next_job_of_a_sweep_finds_torch_as_it_was(tmp_path):
+    """`-m num_threads=1,null`: the second job ran on one thread."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Once"}\n')
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for folder in ("a", "b"):
+            config = JobConfig(
+                data=str(tmp_path / "p.jsonl"), output=str(tmp_path / folder), num_threads=1, progress=False
+            )
+            run_job(config)
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_dry_run_refuses_more_threads_than_cores(tmp_path):
+    """It was found after the output had been claimed."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "Once"}\n')
+    config = JobConfig(data=str(tmp_path / "p.jsonl"), num_threads=4096, dry_run=True)
+    with pytest.raises(ConfigError, match="num_threads=4096"):
+        run_job(config)

@@ -9,7 +9,9 @@ token's K/V are rounded alone, once, as they are written, and every query reads 
 from __future__ import annotations
 
 import logging
-import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ _STORED_AS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """What the kernel calls pools that numba has no type for."""
 
 
+LOADED_IN_S = 2.0
+"""More than loading the compiled kernel takes."""
+
+
 class CpuAttention:
     """Computes in float32, over a pool of any dtype. Compiled on first use (and kept on the disk for the next process).
 
@@ -38,14 +44,9 @@ class CpuAttention:
         from ember.attention import cpu_kernel
 
         self._kernel: Any = cpu_kernel
-        begin = time.perf_counter()
         numba_follows_torch()
-        cpu_kernel.warm_up(str(_STORED_AS.get(kv_dtype, kv_dtype)).removeprefix("torch."))
-        seconds = time.perf_counter() - begin
-        if seconds > 3:
-            logging.getLogger(__name__).warning(
-                "compiled the CPU attention kernel in %.0f s; it is kept for the next run", seconds
-            )
+        with _patience():
+            cpu_kernel.warm_up(str(_STORED_AS.get(kv_dtype, kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Cut queries into tiles and deal them to the threads, the dearest first."""
@@ -71,6 +72,19 @@ class CpuAttention:
             q.numpy(), keys, values, *scales, self._tables, self._tiles, out.numpy(), factor, heads, size, self._threads
         )
         return out
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Say what is going on if it takes longer than loading what was compiled before."""
+    say = logging.getLogger(__name__).warning
+    timer = Timer(LOADED_IN_S, say, ["compiling the CPU attention kernel: a few seconds, once for each kv_dtype"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:

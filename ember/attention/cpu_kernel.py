@@ -25,6 +25,10 @@ from numba import extending, njit, prange, types
 from numba.core import cgutils
 from numba.core.datamodel import models
 
+from ember.kernel_cache import ensure_kernel_cache
+
+ensure_kernel_cache()
+
 LANES = 8
 TILE = 64
 """Positions in a tile of keys, counted from position 0 of the sequence."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ember.errors import ConfigError
-from ember.model.linear import has_packed
+from ember.model.linear import has_packed, packed_rows_hold
 
 
 def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attention: str) -> str | None:
@@ -26,7 +26,7 @@ def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attent
         return None if fp16_rows_hold() else "on this processor sums over fp16 weights follow the batch"
     if weights == "auto" and not has_packed(device, dtype):
         return "this PyTorch lacks oneDNN's packed linear, and its own sums in an order that follows the batch"
-    return None
+    return None if weights != "auto" or packed_rows_hold() else "on this processor oneDNN's sums follow the batch"
 
 
 def require_exact(asked: str, why_not: str | None) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from ember.errors import ConfigError
 
+_CONTROL_GROUP = "/sys/fs/cgroup/memory"
 POOL_SHARE_CPU = 0.3
 POOL_SHARE_GPU = 0.85
 """Shares of the free memory that an `auto` pool may take: on a CPU the rest of the machine lives there too."""
@@ -47,16 +48,17 @@ def pool_bytes(device: torch.device) -> int:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that the device has in all."""
+    """Bytes of memory that the device has in all, within the control group's limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(installed, _read_number(f"{_CONTROL_GROUP}.max") or installed)
 
 
 def _available_bytes() -> int:
     """What the system can give without swapping, within the control group's limit."""
     available = _meminfo("MemAvailable") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    limit, used = (_read_number(f"{_CONTROL_GROUP}.{name}") for name in ("max", "current"))
     return available if limit is None or used is None else min(available, max(0, limit - used))
 
 

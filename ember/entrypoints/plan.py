@@ -16,6 +16,7 @@ from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
 from ember.sampling_params import SamplingParams
+from ember.threads import check_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class EnginePlan:
         Raises:
             UserError: no such model, an unsupported feature, a pool too small; one line.
         """
+        check_threads(config.num_threads)
         folder = find_model(config.model.name, config.model.path)
         with folder.blamed():
             network = GPT2Config.from_folder(folder.path)

@@ -16,7 +16,10 @@ import numpy as np
 import torch
 from numba import njit, prange
 
+from ember.kernel_cache import ensure_kernel_cache
 from ember.threads import numba_follows_torch
+
+ensure_kernel_cache()
 
 NONE, GELU_TANH, GELU_ERF, RELU = range(4)
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": NONE, "gelu_new": GELU_TANH, "gelu": GELU_ERF, "relu": RELU})
