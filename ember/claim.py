@@ -34,7 +34,8 @@ def claim(
         counts: is told of every row that is there already.
 
     Raises:
-        UserError: the output belongs to another job (names what differs), or a file can't be read or written.
+        UserError: the output belongs to another job (names what differs), or a file can't be read.
+        JobError: a file can't be written.
     """
     hashes = FileHashes(folder.store, verify=config.verify)
     now = fingerprint(config, plan, reader.files, hashes)
@@ -56,7 +57,8 @@ def foresee(config: JobConfig, plan: EnginePlan, reader: PromptReader, folder: O
     folder.check()
     found = None if config.force else Manifest.load(folder.store)
     if found is not None:
-        found.check(fingerprint(config, plan, reader.files, FileHashes(folder.store)), str(config.output))
+        hashes = FileHashes(folder.store, verify=config.verify)
+        found.check(fingerprint(config, plan, reader.files, hashes), str(config.output))
         return _left(config, reader.num_rows, folder, SummaryBuilder())
     if not config.force:
         _refuse_parts(folder, str(config.output))

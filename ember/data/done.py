@@ -75,7 +75,7 @@ def drop_error_rows(folder: Store, form: PartFormat, prefix: str) -> int:
     A part is replaced in one go, so a row is there or not at any instant.
 
     Raises:
-        UserError: a part can't be read or written.
+        UserError: a part can't be read; JobError: it can't be written.
     """
     dropped = 0
     for name, keys in read_parts(folder, form, prefix):

@@ -17,7 +17,7 @@ from ember.data.attempts import Attempts, read_summary
 from ember.data.manifest import MANIFEST
 from ember.data.parts import PREFIX, part_prefix
 from ember.data.shard_summaries import merge_summaries
-from ember.data.store import Lock, Store, open_store, os_reason
+from ember.data.store import Lock, Store, cant_write, disk_is_full, open_store, os_reason
 from ember.data.summary import JobSummary
 from ember.errors import ConfigError, UserError
 
@@ -89,6 +89,7 @@ class OutputFolder:
         Raises:
             ConfigError: `output` is no folder, can't be written, or holds somebody else's config.yaml.
             UserError: another job is writing to it.
+            JobError: the disk is full.
         """
         if self._lock is not None:
             raise RuntimeError(f"{self.path} is already locked by this OutputFolder")
@@ -100,6 +101,7 @@ class OutputFolder:
             self._make(self.steps)
             self.store.clear_temporary(self._is_own)
         except BaseException as error:
+            self._remove_if_unused()
             self.release()
             if isinstance(error, OSError):
                 raise self._unusable(error) from error
@@ -124,7 +126,7 @@ class OutputFolder:
         """Write the resolved settings (YAML) as `config.yaml`, below a comment line that marks it as ember's.
 
         Raises:
-            UserError: the file can't be written.
+            JobError: the file can't be written.
         """
         self._write(CONFIG, CONFIG_HEADER + text)
 
@@ -132,7 +134,7 @@ class OutputFolder:
         """Write this job's summary in place of an earlier one; of a shard, also the one of all shards.
 
         Raises:
-            UserError: a file can't be written.
+            JobError: a file can't be written.
         """
         self._write(self.summary_name, _json(summary))
         if self._tag:
@@ -142,7 +144,7 @@ class OutputFolder:
         """Say that all rows are there, where the attempt that wrote the last one was killed before it could.
 
         Raises:
-            UserError: a file can't be written.
+            JobError: a file can't be written.
         """
         recorded = read_summary(self.store, self.summary_name)
         if recorded.get("status") != summary.status:
@@ -155,7 +157,7 @@ class OutputFolder:
             with self.store.lock(_SUMMARY_LOCK, wait=True):
                 self._write(SUMMARY, _json(merge_summaries(self._shard_summaries(), self._num_shards)))
         except OSError as error:
-            raise UserError(f"can't write {self.path}/{SUMMARY}: {os_reason(error)}") from error
+            raise cant_write(f"{self.path}/{SUMMARY}", error) from error
 
     def _shard_summaries(self) -> dict[int, dict[str, Any]]:
         name_of_shard = re.compile(rf"summary-s(\d+)of{self._num_shards:03d}\.json")
@@ -235,14 +237,15 @@ class OutputFolder:
         return name == self.summary_name or (not self._tag and name in (*_RESULTS, MANIFEST))
 
     def _remove_if_unused(self) -> None:
-        """Leave nothing behind if the job failed before it had a manifest."""
+        """Leave nothing behind if the job failed before it had a manifest; the lock goes, whoever made the folder."""
         with contextlib.suppress(OSError):
             if self.store.exists(MANIFEST):
                 return
-            for folder in reversed(self._made):
-                if folder is self.store:
-                    folder.remove(self._lock_name)
+            for folder in reversed([made for made in self._made if made is not self.store]):
                 folder.remove_if_empty()
+            self.store.remove(self._lock_name)
+            if self.store in self._made:
+                self.store.remove_if_empty()
 
     def release(self) -> None:
         """Give the lock back."""
@@ -279,7 +282,9 @@ class OutputFolder:
         if start != CONFIG_HEADER.encode():
             raise ConfigError("output", self._given, f"holds a config.yaml that ember did not write; {_ANOTHER}")
 
-    def _unusable(self, error: OSError) -> ConfigError:
+    def _unusable(self, error: OSError) -> UserError:
+        if disk_is_full(error):
+            return cant_write(self.path, error)
         return ConfigError("output", self._given, f"is not writable: {os_reason(error)}; {_ANOTHER}")
 
     def _write(self, name: str, text: str) -> None:

@@ -64,7 +64,7 @@ class FileHashes:
         """Remember the hashes that were asked for.
 
         Raises:
-            UserError: the memory can't be written.
+            JobError: the memory can't be written.
         """
         text = json.dumps(self._known | self._used, indent=1)
         self._folder.put_atomically(_MEMORY, lambda file: file.write(text.encode()))

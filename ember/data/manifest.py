@@ -57,7 +57,7 @@ class Manifest:
         """Write it where none is; False if another process was first. Both see a whole file.
 
         Raises:
-            UserError: it can't be written.
+            JobError: it can't be written.
         """
         text = json.dumps({"fingerprint": self.fingerprint, "facts": self.facts}, indent=2, ensure_ascii=False)
         return folder.create_exclusive(MANIFEST, text.encode("utf-8", "backslashreplace"))

@@ -17,12 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self, cast
 
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 
 Write = Callable[[BinaryIO], Any]
 """Fills an open file."""
 
 _TEMPORARY = re.compile(r"\.(.*)\.tmp-\w+")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -43,8 +44,8 @@ class Lock(Protocol):
 class Store(Protocol):
     """A folder of files. Names are plain, without a slash.
 
-    `put_atomically` and `create_exclusive` raise UserError, one line with the path and the reason; everything else
-    that fails raises OSError.
+    `put_atomically` and `create_exclusive` raise JobError, one line with the path and the reason; everything else that
+    fails raises OSError.
 
     Attributes:
         shown: the folder as people know it, a path or a URL.
@@ -262,7 +263,7 @@ def write_atomically(path: Path, write: Write) -> None:
     process lives.
 
     Raises:
-        UserError: the operating system refused: one line with the path and its reason.
+        JobError: the operating system refused: one line with the path and its reason.
     """
     temporary = temporary_path(path)
     try:
@@ -301,9 +302,14 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def cant_write(path: object, error: OSError) -> UserError:
-    """The line for a file that the operating system, or a remote service, refused to write."""
-    return UserError(f"can't write {path}: {os_reason(error)}")
+def cant_write(path: object, error: OSError) -> JobError:
+    """The line for a file that the operating system, or a remote service, refused to write: no mistake in a setting."""
+    return JobError(f"can't write {path}: {os_reason(error)}")
+
+
+def disk_is_full(error: OSError) -> bool:
+    """Whether there is no room, which no setting can mend, rather than no permission or no such folder."""
+    return error.errno in _FULL
 
 
 def in_the_way(folder: str, name: str) -> UserError:

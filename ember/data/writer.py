@@ -21,8 +21,7 @@ from ember.core.stats import StepStats
 from ember.data.columns import FIXED_COLUMNS
 from ember.data.formats import ParquetFormat, PartFormat, write_table
 from ember.data.parts import PREFIX, is_part, part_name, part_numbers
-from ember.data.store import Store, os_reason
-from ember.errors import UserError
+from ember.data.store import Store, cant_write
 
 SCHEMA_VERSION = "1"
 _METADATA = {b"ember.schema_version": SCHEMA_VERSION.encode()}
@@ -122,19 +121,13 @@ class PartWriter:
         self._pending: Future[None] | None = None
         self._failure: Exception | None = None
         self._closed = False
-        self.rows_committed = 0  # rows on the disk, written by this writer
-
-    @property
-    def rows_buffered(self) -> int:
-        """Rows that no part holds and no part in the making does."""
-        return len(self._rows)
 
     def write(self, row: dict[str, Any]) -> None:
         """Take one row; the dict is the writer's from now on.
 
         Raises:
             KeyError: a key that is no column.
-            UserError: an earlier write failed: disk full, no permission, folder gone.
+            JobError: an earlier write failed: disk full, no permission, folder gone.
             TypeError: a value of an earlier row doesn't fit its column (named).
         """
         if not row.keys() <= self._names:
@@ -149,7 +142,7 @@ class PartWriter:
         """Commit in the background if enough rows, or seconds, have come together. Cheap: call it every step.
 
         Raises:
-            UserError, TypeError: an earlier write failed.
+            JobError, TypeError: an earlier write failed.
         """
         if self._pending is not None and self._pending.done():
             self._collect()
@@ -168,7 +161,7 @@ class PartWriter:
             wait: return only when they are on the disk, too.
 
         Raises:
-            UserError, TypeError: this or an earlier write failed.
+            JobError, TypeError: this or an earlier write failed.
         """
         self._check()
         self._collect()
@@ -185,7 +178,7 @@ class PartWriter:
             at_least_one: leave an empty part if there is none at all, so that the folder reads as a table.
 
         Raises:
-            UserError, TypeError: this or an earlier write failed.
+            JobError, TypeError: this or an earlier write failed.
         """
         if self._closed:
             return
@@ -233,7 +226,6 @@ class PartWriter:
         name = part_name(self._prefix, self._next_number, self._format.suffix)
         self._folder.put_atomically(name, lambda file: write_table(self._format, table, file), new=True)
         self._next_number += 1
-        self.rows_committed += len(rows)
 
 
 def _prepare(folder: Store, prefix: str, suffix: str) -> int:
@@ -242,7 +234,7 @@ def _prepare(folder: Store, prefix: str, suffix: str) -> int:
         folder.clear_temporary(lambda name: is_part(name, prefix))
         return max(part_numbers(folder, suffix, prefix).values(), default=-1) + 1
     except OSError as error:
-        raise UserError(f"can't write to {folder.shown}: {os_reason(error)}") from error
+        raise cant_write(folder.shown, error) from error
 
 
 def _table(schema: pa.Schema, rows: Sequence[dict[str, Any]]) -> pa.Table:

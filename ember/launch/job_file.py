@@ -29,8 +29,7 @@ def _in_settings(file: str, key: str, what: str) -> str:
     if is_group(key):
         return _choice(key, "null")
     if what.startswith("Cannot merge"):
-        key, value = _misplaced(file)
-        return f"{key}={value}: {must_be(key)}"
+        return _misplaced(file)
     if re.match(r"Key '.*' (not in|is not in)", what):
         return _unknown(key)
     value = re.match(r"Value '(.*)' (of type|is not)", what)
@@ -55,18 +54,30 @@ def _unknown(key: str) -> str:
     return no_such_key(key)
 
 
-def _misplaced(file: str) -> tuple[str, Any]:
+def _misplaced(file: str) -> str:
     """The key that holds a list for a mapping or the other way round, which Hydra does not name."""
-    path = next(p for folder in job_folders() if (p := folder / f"{file}.yaml").exists())
-    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for key in known_keys():
-        value = settings
-        for name in key.split("."):
-            value = value.get(name) if isinstance(value, dict) else None
-        wrong = list if shape(key) is dict else dict
-        if isinstance(value, wrong) and not is_group(key):
-            return key, value
-    return path.name, "a list stands where a mapping belongs, or a mapping for a list"
+    for key, value in _read(file).items():
+        if isinstance(value, list if shape(key) is dict else dict) and not is_group(key):
+            return f"{key}={value}: {must_be(key)}"
+    return "a list stands where a mapping belongs, or a mapping for a list"
+
+
+def _read(file: str) -> dict[str, Any]:
+    """The known settings in a job file, or in a group's file (`sampling/mine`), by dotted key.
+
+    It has none if it is not in a folder of job files: Hydra's search path may name others.
+    """
+    path = next((p for folder in job_folders() if (p := folder / f"{file}.yaml").is_file()), None)
+    settings = None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    group = file.rpartition("/")[0]
+    found = {key: _select({group: settings} if is_group(group) else settings, key) for key in known_keys()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _select(settings: Any, key: str) -> Any:
+    for name in key.split("."):
+        settings = settings.get(name) if isinstance(settings, dict) else None
+    return settings
 
 
 def _in_defaults(text: str) -> str | None:

@@ -6,7 +6,11 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
+import hydra
+import omegaconf
+import yaml
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError
 from omegaconf.errors import GrammarParseError, InterpolationKeyError, OmegaConfBaseException
@@ -30,6 +34,7 @@ _LAUNCHERS = {
     "ray": "ray-launcher",
 }
 """The extra that brings each launcher."""
+_READERS = [Path(package.__file__).resolve().parent for package in (hydra, omegaconf, yaml)]
 
 
 def report(error: BaseException, overrides: Sequence[str] = ()) -> int:
@@ -160,7 +165,7 @@ def _unknown(key: str, cause: BaseException | None, overrides: Sequence[str]) ->
 def _from_reading(error: BaseException) -> bool:
     """Whether it comes from what reads settings, not from code below a job."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and re.search(r"[/\\](hydra|omegaconf|yaml)[/\\]", frames[-1].filename) is not None
+    return bool(frames) and any(Path(frames[-1].filename).resolve().is_relative_to(reader) for reader in _READERS)
 
 
 def _unreadable_number(error: BaseException) -> str:

@@ -54,9 +54,11 @@ class Outcome:
 
     @staticmethod
     def read(folder: Path) -> Outcome:
-        """What the job in `folder` left; a job that left nothing has failed."""
-        path = folder / FILE_NAME
-        return Outcome(**json.loads(path.read_text(encoding="utf-8"))) if path.exists() else Outcome()
+        """What the job in `folder` left; a job that left nothing, or nothing that can be read, has failed."""
+        try:
+            return Outcome(**json.loads((folder / FILE_NAME).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return Outcome()
 
     def line(self) -> str:
         """The job's line in the list at the end of a sweep."""
@@ -79,15 +81,19 @@ def forget_outcomes(sweep: Path) -> None:
 def drop_bare(folder: Path, root: Path) -> None:
     """Remove Hydra's folder of a run or sweep, and what it leaves empty below `root`, if only notes are in it.
 
-    The results of its jobs lie elsewhere then, or there are none.
+    The results of its jobs lie elsewhere then, or there are none. What the operating system will not let go stays.
     """
+    with contextlib.suppress(OSError):
+        _drop_bare(folder, root)
+
+
+def _drop_bare(folder: Path, root: Path) -> None:
     files = [path.relative_to(folder) for path in folder.rglob("*") if not path.is_dir()]
     if root not in folder.parents or any(not _NOTES.intersection(path.parts) for path in files):
         return
     shutil.rmtree(folder)
-    with contextlib.suppress(OSError):  # not empty
-        while (folder := folder.parent).is_relative_to(root):
-            folder.rmdir()
+    while (folder := folder.parent).is_relative_to(root):
+        folder.rmdir()  # raises at the first that is not empty
 
 
 def interruption(sweep: Path) -> int | None:

@@ -62,7 +62,7 @@ def _check_deletion(key: str) -> None:
 
 
 def _values(override: Override) -> list[Any]:
-    value: Any = override._value
+    value: Any = override.value()
     return list(value.list) if isinstance(value, ChoiceSweep) else [value]
 
 

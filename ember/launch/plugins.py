@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ember.config import JobConfig
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 from ember.launch.keys import is_group, known_keys
 from ember.launch.messages import report
 from ember.launch.outcome import BUG, Outcome, drop_bare, forget_outcomes, sweep_outcomes, worst
@@ -50,23 +52,23 @@ class ExitCode(Callback):
             raise SystemExit(report(error)) from None
         except OmegaConfBaseException:
             return  # an interpolation that only the running job can resolve; it checks again
+        _warn_of_an_idle_launcher(config)
 
     def on_run_end(self, config: DictConfig, **kwargs: Any) -> None:
         """A single job has ended."""
         ended: JobReturn = kwargs["job_return"]
         if ended.status == JobStatus.COMPLETED and ended.hydra_cfg is not None:
-            folder = Path(ended.hydra_cfg.hydra.runtime.output_dir)
-            raise SystemExit(_ended(folder, Outcome.read(folder).exit_code))
+            with _heard():
+                folder = Path(ended.hydra_cfg.hydra.runtime.output_dir)
+                raise SystemExit(_ended(folder, Outcome.read(folder).exit_code))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
         """Find mistakes, forget an earlier sweep in this folder, and tell every job which overrides don't vary."""
-        try:
+        with _heard():
             _check_choices(config)
             check_overrides(_sweep_lines(config))
             _check_launcher(config)
-        except UserError as error:
-            raise SystemExit(report(error)) from None
-        forget_outcomes(Path(config.hydra.sweep.dir))
+            forget_outcomes(Path(config.hydra.sweep.dir))
         naming = config.hydra.job.config.override_dirname
         keys = sorted({*naming.exclude_keys, *_fixed_keys(config)})
         with open_dict(config):
@@ -75,12 +77,29 @@ class ExitCode(Callback):
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         """Say what each job did."""
-        outcomes = sweep_outcomes(Path(config.hydra.sweep.dir))
-        if not outcomes:
-            raise SystemExit(report(UserError(_no_jobs(config))))
-        print(f"\n{' job':>4}  exit  {'end':<11}  {'speed':>14}  settings", *(o.line() for o in outcomes), sep="\n")
-        sys.stdout.flush()
-        raise SystemExit(_ended(Path(config.hydra.sweep.dir).absolute(), worst(o.exit_code for o in outcomes)))
+        with _heard():
+            outcomes = sweep_outcomes(Path(config.hydra.sweep.dir))
+            if not outcomes:
+                raise UserError(_no_jobs(config))
+            with contextlib.suppress(BrokenPipeError):  # `ember -m ... | head`
+                _show(outcomes)
+            raise SystemExit(_ended(Path(config.hydra.sweep.dir).absolute(), worst(o.exit_code for o in outcomes)))
+
+
+@contextlib.contextmanager
+def _heard() -> Iterator[None]:
+    """Hydra makes a warning of what a callback raises, and goes on to exit code 0: only SystemExit gets past it."""
+    try:
+        yield
+    except OSError as error:
+        raise SystemExit(report(JobError(str(error)))) from None
+    except Exception as error:
+        raise SystemExit(report(error)) from None
+
+
+def _show(outcomes: list[Outcome]) -> None:
+    print(f"\n{' job':>4}  exit  {'end':<11}  {'speed':>14}  settings", *(o.line() for o in outcomes), sep="\n")
+    sys.stdout.flush()
 
 
 def _ended(folder: Path, exit_code: int) -> int:
@@ -124,6 +143,12 @@ def _check_launcher(config: DictConfig) -> None:
             "hydra/launcher=slurm: there is no Slurm here (no sbatch and srun on the PATH); start it on a machine of "
             "the cluster, or run on this one: hydra/launcher=joblib"
         )
+
+
+def _warn_of_an_idle_launcher(config: DictConfig) -> None:
+    launcher = OmegaConf.to_container(config.hydra.runtime.choices).get("hydra/launcher")  # type: ignore[union-attr]
+    if launcher != "basic":
+        print(f"warning: hydra/launcher={launcher} has no effect without -m: one job runs, here", file=sys.stderr)
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:

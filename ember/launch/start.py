@@ -14,7 +14,8 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 import ember
-from ember.errors import UserError
+from ember.data.store import disk_is_full, os_reason
+from ember.errors import JobError, UserError
 from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
 from ember.launch.messages import report
@@ -71,7 +72,9 @@ def _start(arguments: Arguments) -> int:
     except OSError as error:  # Hydra's: a job's own errors end in its outcome
         if isinstance(error, HydraException):
             return report(error, arguments.overrides)
-        where = f"can't write {error.filename}: {error.strerror}" if error.filename else str(error)
+        where = f"can't write {error.filename}: {os_reason(error)}" if error.filename else str(error)
+        if disk_is_full(error):
+            return report(JobError(where))
         return report(UserError(f"{where}; start in a folder that can be written, or set hydra.run.dir=FOLDER"))
     except (Exception, KeyboardInterrupt) as error:
         return report(error, arguments.overrides)
