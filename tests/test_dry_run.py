@@ -93,6 +93,18 @@ def test_it_says_what_the_output_holds(say):
     assert "other: no row is there yet" in say(dry_run=True, output="other", shard=1, num_shards=2)
 
 
+def test_with_verify_it_hashes_again(say):
+    """A file changed under its old size and time passed the dry run and was refused by the job."""
+    say(limit=1)
+    data, stat = Path("p.jsonl"), os.stat("p.jsonl")
+    with data.open("r+b") as file:
+        file.write(data.read_bytes().replace(b"Call me", b"Call us"))
+    os.utime(data, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    say(dry_run=True)
+    with pytest.raises(UserError, match="holds results of another job"):
+        say(dry_run=True, verify=True)
+
+
 def test_it_is_refused_as_the_job_would_be(say):
     """The mistake came to light only when the real run was started."""
     say(limit=1)

@@ -6,8 +6,10 @@ import errno
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import ember.launch.plugins
 import ember.launch.start
 from ember.config import JobConfig
+from ember.data import store as store_module
 from ember.data.store import LocalStore, Write, cant_write
 from ember.entrypoints.cli import main as cli
 from ember.errors import UserError
@@ -153,6 +157,8 @@ def test_a_mistake_leaves_no_folder(job_folder: Path, mistake: Callable[[Sequenc
         (["dry_run=true"], 0, []),
         (["-m", "seed=1,2", "dry_run=true"], 0, []),
         (["model.path=./nope"], 2, []),
+        (["data=nofile.jsonl"], 2, []),
+        (["-m", "data=nofile.jsonl", "shard=range(2)", "num_shards=2"], 2, []),
         (["output=out"], 0, ["out"]),
         (["-m", "seed=1,2", "output=out"], 0, ["out"]),
     ],
@@ -178,7 +184,7 @@ def test_an_unknown_job_lists_the_shipped_and_own_ones(
 
 
 def own_job(name: str, text: str, folder: Path = Path("jobs")) -> None:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.yaml").write_text(text, encoding="utf-8")
 
 
@@ -197,6 +203,9 @@ FILES = {
     "override model: NAME, _self_]`; below `model:` stand single settings, {key: value}",
     f"{BASE}model.path: x": "own.yaml: model.path: in a file it is written model: {path: VALUE}",
     f"{BASE}schema: [a]": "own.yaml: schema=['a']: must be a mapping, {name: value}",
+    f"{BASE}force: 1": "own.yaml: force=1: must be true or false",
+    f"{BASE}progress: 2.0": "own.yaml: progress=2.0: must be true or false",
+    f"{BASE}sampling: {{ignore_eos: 0}}": "own.yaml: sampling.ignore_eos=0: must be true or false",
     f"{BASE}sampling: {{stop_token_ids: [abc]}}": "own.yaml: sampling.stop_token_ids[0]=abc: must be a list of whole "
     "numbers, [1, 2]",
     f"{BASE}sampling: {{temperature: {10**400}}}": "a setting: the number is too large",
@@ -215,6 +224,30 @@ FILES = {
 def test_a_mistake_in_a_job_file_is_one_line(text: str, line: str, mistake: Callable[[Sequence[str]], str]) -> None:
     own_job("own", text)
     assert mistake(["-cn", "own"]) == line
+
+
+def test_a_mistake_in_a_file_of_a_choice_is_one_line(job_folder: Path, mistake: Callable[[Sequence[str]], str]) -> None:
+    """One that lies where no job files do ended in a traceback."""
+    own_job("mine", "stop_token_ids: {a: 1}", job_folder / "jobs" / "sampling")
+    key = "sampling/mine.yaml: sampling.stop_token_ids={'a': 1}: must be a list of whole numbers, [1, 2]"
+    assert mistake(["data=prompts.jsonl", "sampling=mine"]) == key
+    (job_folder / "jobs").rename(job_folder / "elsewhere")
+    assert mistake(["data=prompts.jsonl", "sampling=mine", f"hydra.searchpath=[file://{job_folder}/elsewhere]"]) == (
+        "sampling/mine.yaml: a list stands where a mapping belongs, or a mapping for a list"
+    )
+
+
+def test_a_flag_in_a_file_below_a_job_file_is_true_or_false(
+    job_folder: Path, mistake: Callable[[Sequence[str]], str]
+) -> None:
+    own_job("base", f"{BASE}verify: 1")
+    own_job("mine", "ignore_eos: 1", job_folder / "jobs" / "sampling")
+    own_job("own", "defaults: [config, base, _self_]")
+    own_job("other", "defaults: [config, override sampling: mine, _self_]\ndata: prompts.jsonl")
+    assert mistake(["-cn", "own"]) == "base.yaml: verify=1: must be true or false"
+    line = "sampling/mine.yaml: sampling.ignore_eos=1: must be true or false"
+    assert mistake(["-cn", "other.yaml"]) == line
+    assert mistake(["data=prompts.jsonl", "sampling=mine"]) == line
 
 
 def test_yaml_that_is_none_names_file_and_line(mistake: Callable[[Sequence[str]], str], job_folder: Path) -> None:
@@ -257,6 +290,20 @@ def test_a_cluster_that_is_not_there_is_one_line(
     assert said.startswith("hydra/launcher=slurm: there is no Slurm here (no sbatch and srun on the PATH)")
 
 
+def test_a_launcher_for_a_single_job_is_warned_of(
+    job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs the launcher submitit")
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main([*FAST, "hydra/launcher=submitit_local"]) == 0
+    assert capsys.readouterr().err == (
+        "warning: hydra/launcher=submitit_local has no effect without -m: one job runs, here\n"
+    )
+    assert main(FAST) == 0
+    assert capsys.readouterr().err == ""
+    assert len(seen) == 2
+
+
 def test_an_error_of_the_job_itself_is_one_line(
     monkeypatch: pytest.MonkeyPatch, mistake: Callable[[Sequence[str]], str]
 ) -> None:
@@ -290,6 +337,56 @@ def test_a_job_that_had_begun_and_cannot_go_on_ends_with_1(
     assert main(words) == 0
 
 
+def fill(patch: pytest.MonkeyPatch, name: str, writes: int) -> None:
+    """The disk is full when a file of this name is written for the `writes + 1`th time."""
+    real, seen = store_module.write_atomically, []
+
+    def refuse(_file: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(path: Path, fill: Write) -> None:
+        hit = name in path.name
+        seen.extend([path] * hit)
+        real(path, refuse if hit and len(seen) == writes + 1 else fill)
+
+    patch.setattr(store_module, "write_atomically", write)
+
+
+@pytest.mark.parametrize(
+    ("name", "writes"),
+    [("manifest.json", 0), (".hashes.json", 0), ("config.yaml", 0), ("summary.json", 0), ("summary.json", 1)],
+)
+def test_a_disk_that_is_full_at_either_end_of_a_job_ends_it_with_1(
+    name: str, writes: int, job_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only between the first row and the last was it no mistake in the settings."""
+    words = [*FAST, "output=out"]
+    with pytest.MonkeyPatch.context() as patch:
+        fill(patch, name, writes)
+        assert main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: can't write out/")
+    assert said.endswith(f"{name}: No space left on device\n") or name == "manifest.json"
+    assert said.count("\n") == 1
+    if writes:  # all rows are there, and only the summary is to be mended
+        with pytest.MonkeyPatch.context() as patch:
+            fill(patch, name, 0)
+            assert main(words) == 1
+    assert main(words) == 0
+    assert json.loads((job_folder / "out" / "summary.json").read_text())["status"] == "finished"
+
+
+def test_a_disk_too_full_for_hydras_files_ends_with_1(
+    job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(self: Outcome, folder: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(Outcome, "write", full)
+    assert main([*FAST, "hydra.run.dir=here"]) == 1
+    assert capsys.readouterr().err.endswith(f"\nerror: can't write {job_folder}/here: No space left on device\n")
+
+
 def test_a_bug_shows_its_traceback(
     job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,10 +398,51 @@ def test_a_bug_shows_its_traceback(
     assert "HYDRA_FULL_ERROR" not in said
 
 
+@pytest.mark.parametrize("package", ["hydra", "omegaconf", "yaml"])
+def test_a_bug_below_a_folder_named_as_a_package_is_still_a_bug(
+    package: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a checkout below /data/hydra/ a ValueError of ember's own was one line, as for a mistake."""
+    code = compile("def end(config): raise ValueError('mine')", f"/data/{package}/ember/job.py", "exec")
+    names: dict[str, Callable[[JobConfig], float]] = {}
+    exec(code, names)
+    stub_job(monkeypatch, names["end"])
+    assert main(FAST) == 1
+    assert capsys.readouterr().err.rstrip().endswith("ValueError: mine")
+
+
 @pytest.mark.parametrize("code", [0, 3, 130, 143])
 def test_a_single_run_exits_as_its_job(code: int, job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stub_job(monkeypatch, lambda config: code)
     assert main(FAST) == code
+
+
+def refused(*_args: object, **_kwargs: object) -> None:
+    raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), "outputs")
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130, 143])
+@pytest.mark.parametrize("words", [[], ["-m", "seed=1"]], ids=["run", "sweep"])
+def test_a_folder_that_cannot_be_removed_costs_no_exit_code(
+    words: list[str], code: int, job_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hydra makes a warning of what a callback raises; then the exit code was 0."""
+    stub_job(monkeypatch, lambda config: code)
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert main([*FAST, *words]) == code
+    assert (job_folder / "outputs").exists()
+
+
+@pytest.mark.parametrize("broken", ["sweep_outcomes", "forget_outcomes", "worst"])
+def test_a_sweep_whose_outcomes_cannot_be_read_does_not_end_with_0(
+    broken: str, job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub_job(monkeypatch, lambda config: 0)
+    monkeypatch.setattr(ember.launch.plugins, broken, refused)
+    assert main(["-m", *FAST, "seed=1,2"]) == 1
+    assert capsys.readouterr().err == "error: [Errno 16] Device or resource busy: 'outputs'\n"
 
 
 def test_a_job_that_calls_exit_does_not_end_the_sweep(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -382,6 +520,8 @@ def test_the_worst_exit_code_wins() -> None:
 
 
 def test_a_job_that_died_counts_as_failed(tmp_path: Path) -> None:
+    assert Outcome.read(tmp_path).exit_code == 1
+    (tmp_path / ".ember_exit.json").write_text('{"exit_code": 0', encoding="utf-8")
     assert Outcome.read(tmp_path).exit_code == 1
     Outcome(exit_code=3, overrides=["a=1"]).write(tmp_path)
     assert Outcome.read(tmp_path).exit_code == 3

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from hydra._internal.utils import get_args_parser
 
 from ember.errors import UserError
+from ember.launch.keys import is_group
+from ember.launch.places import override_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,13 @@ class Arguments:
     help: bool = False
     version: bool = False
     config_dir: str | None = None
+    config_name: str | None = None
+
+    @property
+    def files(self) -> list[str]:
+        """The job file and the choices of groups by their files' names (`sampling/mine`)."""
+        choices = [o.replace("=", "/", 1) for o in self.overrides if is_group(override_key(o))]
+        return [*([self.config_name.removesuffix(".yaml")] if self.config_name else []), *choices]
 
     @property
     def words(self) -> list[str]:
@@ -43,4 +52,10 @@ class Arguments:
         except SystemExit:
             raise UserError(f"{said.getvalue().splitlines()[-1].partition('error: ')[2]} (see --help)") from None
         flags = [word for word in argv if word not in options.overrides]
-        return Arguments(flags, options.overrides, help=options.help, config_dir=options.config_dir)
+        return Arguments(
+            flags,
+            options.overrides,
+            help=options.help,
+            config_dir=options.config_dir,
+            config_name=options.config_name,
+        )

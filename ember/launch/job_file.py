@@ -3,15 +3,52 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import yaml
 
+from ember.errors import UserError
 from ember.launch.keys import is_group, known_keys, must_be, no_such_key, shape
 from ember.launch.places import job_folders
 
 _RAISED = re.compile(r"In '(?P<file>.*)': \w+ raised while composing config:\n(?P<what>.*)\n\s*full_key: ?(?P<key>.*)")
 _DEFAULTS = "a job file begins with `defaults: [config, override sampling: creative, _self_]`"
+
+
+def check_flags(files: Iterable[str]) -> None:
+    """Nothing, if every flag in these files, and in those they build on, is true or false: OmegaConf takes numbers too.
+
+    Args:
+        files: names of job files, or of group files (`sampling/mine`); Hydra itself refuses those that can't be read.
+
+    Raises:
+        UserError: one is a number.
+    """
+    known = known_keys()
+    for file in _with_bases(files):
+        for key, value in _read(file).items():
+            if known[key] is bool and type(value) in (int, float):
+                raise UserError(f"{file}.yaml: {key}={value}: {must_be(key)}")
+
+
+def _with_bases(files: Iterable[str]) -> Iterator[str]:
+    """These files and, through their defaults lists, those they build on; each once."""
+    left, seen = list(files), set()
+    while left:
+        file = left.pop()
+        if file not in seen:
+            seen.add(file)
+            left += _bases(_load(file))
+            yield file
+
+
+def _bases(settings: Any) -> Iterator[str]:
+    defaults = settings.get("defaults") if isinstance(settings, dict) else None
+    for entry in defaults if isinstance(defaults, list) else []:
+        for group, name in entry.items() if isinstance(entry, dict) else [("", entry)]:
+            words = f"{group}/{name}".strip("/").split()
+            yield words[-1].strip("/") if words else ""
 
 
 def in_file(text: str) -> str | None:
@@ -63,15 +100,20 @@ def _misplaced(file: str) -> str:
 
 
 def _read(file: str) -> dict[str, Any]:
-    """The known settings in a job file, or in a group's file (`sampling/mine`), by dotted key.
-
-    It has none if it is not in a folder of job files: Hydra's search path may name others.
-    """
-    path = next((p for folder in job_folders() if (p := folder / f"{file}.yaml").is_file()), None)
-    settings = None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    """The known settings in a job file, or in a group's file (`sampling/mine`), by dotted key."""
+    settings = _load(file)
     group = file.rpartition("/")[0]
     found = {key: _select({group: settings} if is_group(group) else settings, key) for key in known_keys()}
     return {key: value for key, value in found.items() if value is not None}
+
+
+def _load(file: str) -> Any:
+    """What a file in a folder of job files holds; None if there is none: Hydra's search path may name other folders."""
+    path = next((p for folder in job_folders() if (p := folder / f"{file}.yaml").is_file()), None)
+    try:
+        return None if path is None else yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
 
 
 def _select(settings: Any, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import traceback
@@ -34,7 +35,7 @@ _LAUNCHERS = {
     "ray": "ray-launcher",
 }
 """The extra that brings each launcher."""
-_READERS = [Path(package.__file__).resolve().parent for package in (hydra, omegaconf, yaml)]
+_READERS = [Path(inspect.getfile(package)).resolve().parent for package in (hydra, omegaconf, yaml)]
 
 
 def report(error: BaseException, overrides: Sequence[str] = ()) -> int:

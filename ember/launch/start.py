@@ -18,6 +18,7 @@ from ember.data.store import disk_is_full, os_reason
 from ember.errors import JobError, UserError
 from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
+from ember.launch.job_file import check_flags
 from ember.launch.messages import report
 from ember.launch.outcome import BUG, CLEAN, TERMINATED, Outcome
 from ember.launch.overrides import check_overrides
@@ -66,6 +67,7 @@ def task(cfg: DictConfig) -> float:
 def _start(arguments: Arguments) -> int:
     try:
         check_overrides(arguments.overrides)
+        check_flags(arguments.files)
         hydra.main(config_path=str(shipped("conf")), config_name="config", version_base="1.3")(task)()
     except SystemExit as end:
         return _exit_code(end)

@@ -16,7 +16,7 @@ import pytest
 from ember.data import store as store_module
 from ember.data.folder import OutputFolder
 from ember.data.store import FileLock
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 
 HOLDER = """
 import sys, time
@@ -84,6 +84,27 @@ def test_a_failed_start_leaves_nothing_behind(tmp_path):
     with pytest.raises(UserError), OutputFolder(str(out)):
         raise UserError("no such data")
     assert not out.exists()
+
+
+def test_a_failed_start_takes_its_lock_along(tmp_path):
+    """In a folder that was there before, which Hydra's is, the lock file stayed, and so the folder did."""
+    for shard in (None, 1):
+        with pytest.raises(UserError), OutputFolder(str(tmp_path), shard, 2):
+            raise UserError("no such data")
+    (tmp_path / "config.yaml").write_text("mine: true\n")
+    refuse(tmp_path, "ember did not write")
+    assert names(tmp_path) == ["config.yaml"]
+
+
+def test_a_full_disk_is_no_mistake_in_the_settings(tmp_path, monkeypatch):
+    """Exit code 2, and the advice to choose another output, for a disk without room for the folder."""
+
+    def full(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(JobError, match=r"can't write .*/out: No space left on device$"):
+        OutputFolder(str(tmp_path / "out")).create()
 
 
 def test_a_refused_folder_is_not_left_locked(tmp_path):

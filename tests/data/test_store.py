@@ -17,7 +17,7 @@ from ember.config import JobConfig
 from ember.data.export import export
 from ember.data.remote_store import RemoteStore
 from ember.data.store import LocalStore, open_store
-from ember.errors import ConfigError, UserError
+from ember.errors import ConfigError, JobError, UserError
 from ember.job import Job, run_job
 from ember.run import main
 from ember.sampling_params import SamplingParams
@@ -275,7 +275,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line(prompts, small_disk):
     """The manifest, or the folder itself, does not fit."""
     (small_disk / "out").mkdir()
     fill(small_disk, leave=0)
-    with pytest.raises(UserError, match="No space left on device") as caught:
+    with pytest.raises(JobError, match="No space left on device") as caught:
         run_job(job(prompts, small_disk / "out"))
     assert "\n" not in str(caught.value)
 

@@ -20,7 +20,7 @@ from ember.data.columns import FIXED_COLUMNS
 from ember.data.formats import ParquetFormat
 from ember.data.store import LocalStore
 from ember.data.writer import STEPS_SCHEMA, PartWriter, completions_schema, step_row
-from ember.errors import UserError
+from ember.errors import JobError, UserError
 from ember.job import Job, run_job
 from ember.sampling_params import SamplingParams
 
@@ -218,6 +218,13 @@ def test_seconds_make_a_commit_due_without_another_row(tmp_path):
     writer.write(row(2))
     writer.close()
     assert part_sizes(tmp_path) == [2, 1]
+
+
+def test_a_folder_that_fails_at_the_start_is_no_mistake_in_the_settings(tmp_path, monkeypatch):
+    """The disk went between the check of the folder and the first part: exit code 2 for it."""
+    monkeypatch.setattr(LocalStore, "clear_temporary", fail_with(errno.EIO))
+    with pytest.raises(JobError, match=f"can't write {tmp_path}: Input/output error"):
+        make(tmp_path)
 
 
 def test_an_empty_buffer_writes_nothing(tmp_path):
