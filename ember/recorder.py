@@ -170,6 +170,7 @@ class Recorder:
                 "dtype": plan.dtype_name,
                 "weights": plan.dtype_name if self.config.weights == "auto" else self.config.weights,
                 "kv_dtype": plan.kv_dtype_name,
+                "num_threads": plan.num_threads,
                 "attention": plan.attention,
                 "scheduler": self.config.scheduler,
                 "pool_size": self.config.pool_size,

@@ -105,6 +105,12 @@ class EnginePlan:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def num_threads(self) -> int:
+        """Threads that compute on a CPU."""
+        asked = self.config.num_threads
+        return torch.get_num_threads() if asked is None else asked
+
+    @property
     def kv_dtype_name(self) -> str:
         """The pool's dtype as in the settings: float32, bfloat16, float16 or int8."""
         return str(self.kv_shape.dtype).removeprefix("torch.")

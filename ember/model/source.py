@@ -6,7 +6,6 @@ fetched. A preset's pinned revision belongs to the preset: a path brings its own
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,8 +122,9 @@ def _download(repo: str, revision: str | None, asked: str) -> Path:
     Errors begin with `asked`, the setting that named the repo.
     """
     import huggingface_hub
+    from huggingface_hub.utils.logging import set_verbosity_error
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its retries, at length; the reason comes below
+    set_verbosity_error()  # not its retries, at length; the reason comes below
     try:
         folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(NEEDED_FILES))
     except Exception as error:
