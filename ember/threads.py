@@ -1,9 +1,9 @@
 """How many threads compute, and how idle ones wait. Two OpenMP runtimes share a process, torch's and numba's.
 
 By default each keeps its threads spinning for long after every parallel region, where they take the cores from the
-other's and from every other process: measured on 2 shared cores, up to ten times slower. Threads that sleep at once cost
-a wake-up at every region instead, 20% of the time with 32 sequences of GPT-2 small. Free of torch until a function needs
-it: how idle threads wait must be said before torch loads.
+other's and from every other process: measured on 2 shared cores, up to ten times slower. Threads that sleep at once
+cost a wake-up at every region instead, 20% of the time with 32 sequences of GPT-2 small. Free of torch until a function
+needs it: how idle threads wait must be said before torch loads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ember.errors import ConfigError
-
 
 SPINS = 3000
 """Turns of its waiting loop (GNU OpenMP's) before an idle thread sleeps, some tens of microseconds.

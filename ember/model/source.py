@@ -124,7 +124,7 @@ def _download(repo: str, revision: str | None, asked: str) -> Path:
     import huggingface_hub
     from huggingface_hub.utils.logging import set_verbosity_error
 
-    set_verbosity_error()  # not its retries, at length; the reason comes below
+    set_verbosity_error()  # type: ignore[no-untyped-call]  # not its retries, at length; the reason comes below
     try:
         folder = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=list(NEEDED_FILES))
     except Exception as error:
