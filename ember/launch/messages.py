@@ -81,7 +81,8 @@ def _unreadable(override: str) -> str:
     if not equals:
         return f"{override}: a setting is written key=value"
     if '"' in value or "'" in value:
-        key, value = "data", "a,b.jsonl"
+        example = _quoted("data", "a,b.jsonl")
+        return f'{override}: {_QUOTING}: {example}; within them " is written \\"'
     return f"{override}: {_QUOTING}: {_quoted(key, value)}"
 
 
