@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ember.errors import JobError, UserError
+from ember.errors import UserError
 
-CLEAN, BROKEN_OFF, MISTAKE = 0, 1, 2
+CLEAN, MISTAKE = 0, 2
 _DESCRIPTION = "Write the completions of an output, of all its shards, into one file; it appears when it is whole."
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         line = str(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
-        return BROKEN_OFF if isinstance(error, JobError) else MISTAKE
+        return MISTAKE
     missing = f" ({done.num_missing:,} rows are missing)" if done.num_missing else ""
     print(f"{done.num_rows:,} rows in {words.to}{missing}")
     return CLEAN
