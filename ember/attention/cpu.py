@@ -46,7 +46,7 @@ class CpuAttention:
         self._kernel: Any = cpu_kernel
         numba_follows_torch()
         with _patience():
-            cpu_kernel.warm_up(str(_STORED_AS.get(kv_dtype, kv_dtype)).removeprefix("torch."))
+            cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Cut queries into tiles and deal them to the threads, the dearest first."""
@@ -64,8 +64,8 @@ class CpuAttention:
         if layer.shape.dtype == torch.int8:
             self._kernel.store_int8(k.numpy(), v.numpy(), self._slots, keys, values, *scales, size)
         else:
-            new = (x.to(layer.shape.dtype).view(_STORED_AS.get(layer.shape.dtype, layer.shape.dtype)) for x in (k, v))
-            self._kernel.store(*(x.numpy() for x in new), self._slots, keys, values, size)
+            new = (_as_stored(x.to(layer.shape.dtype)).numpy() for x in (k, v))
+            self._kernel.store(*new, self._slots, keys, values, size)
         out = torch.empty(q.shape)
         factor = np.float32(scale)
         self._kernel.attend(
@@ -88,7 +88,15 @@ def _patience() -> Iterator[None]:
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:
-    return x.view(_STORED_AS.get(x.dtype, x.dtype)).view(-1).numpy()
+    return _as_stored(x).view(-1).numpy()
+
+
+def _as_stored(x: torch.Tensor) -> torch.Tensor:
+    return x.view(_stored_as(x.dtype))
+
+
+def _stored_as(dtype: torch.dtype) -> torch.dtype:
+    return _STORED_AS.get(dtype, dtype)
 
 
 def _tiles(meta: AttentionMetadata) -> torch.Tensor:

@@ -432,11 +432,17 @@ def _attend_tile(
 
 
 @njit(error_model="numpy")
+def _slot(table: Any, p: Any, size: Any, heads: Any, head: Any) -> Any:
+    """Where the pool holds position p of a head, counted in slots of a head."""
+    return (np.int64(table[p // size]) * heads + head) * size + p % size
+
+
+@njit(error_model="numpy")
 def _find(base: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
     """Where in the pool, counted in slots, each group of 8 positions of a tile begins; the last one is repeated."""
     for g in range(_GROUPS):
         p = begin + min(g, (count - 1) // LANES) * LANES
-        base[g] = (np.int64(table[p // size]) * heads + head) * size + p % size
+        base[g] = _slot(table, p, size, heads, head)
 
 
 @njit(error_model="numpy")
@@ -455,8 +461,7 @@ def _bring(
 ) -> None:
     """Copy a tile whose groups of 8 positions do not lie together in the pool to where they do."""
     for t in range(count):
-        p = begin + t
-        slot = (np.int64(table[p // size]) * heads + head) * size + p % size
+        slot = _slot(table, begin + t, size, heads, head)
         group = t // LANES * LANES * width + t % LANES
         for d in range(width):
             near_k[group + d * LANES] = k[slot * width + d]
@@ -467,8 +472,7 @@ def _bring(
 def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
     """As `_bring`, for scales."""
     for t in range(count):
-        p = begin + t
-        near[t] = scale[(np.int64(table[p // size]) * heads + head) * size + p % size]
+        near[t] = scale[_slot(table, begin + t, size, heads, head)]
 
 
 @njit(error_model="numpy")

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 
 import ember
 from ember.data.store import disk_is_full, os_reason
+from ember.environment import environment
 from ember.errors import JobError, UserError
 from ember.launch.arguments import Arguments
 from ember.launch.help import HELP
@@ -110,17 +111,13 @@ def _exit_code(end: SystemExit) -> int:
 def _for_hydra(arguments: Arguments) -> Iterator[None]:
     """Hydra reads sys.argv, and with this variable it hands us its errors instead of printing them."""
     changes = {"HYDRA_FULL_ERROR": "1"} | ({CONFIG_DIR: arguments.config_dir} if arguments.config_dir else {})
-    argv, environment = sys.argv, {key: os.environ.get(key) for key in changes}
+    argv = sys.argv
     sys.argv = [argv[0], *arguments.words]
-    os.environ.update(changes)
     try:
-        yield
+        with environment(changes):
+            yield
     finally:
         sys.argv = argv
-        for key, value in environment.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
 
 
 @contextmanager

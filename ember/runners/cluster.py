@@ -15,6 +15,7 @@ from typing import Any
 
 import ember
 from ember.config import JobConfig
+from ember.environment import environment
 from ember.errors import ConfigError, UserError
 
 OBJECT_STORE_BYTES = 256 << 20
@@ -49,7 +50,7 @@ def cluster(config: JobConfig) -> Iterator[ModuleType]:
         UserError: Ray is not installed, or there is no cluster at that address.
     """
     ours = {key: value for key, value in QUIET.items() if key not in os.environ}
-    with _environment(ours if config.ray_address else ours | {"PYTHONPATH": _python_path()}):
+    with environment(ours if config.ray_address else ours | {"PYTHONPATH": _python_path()}):
         ray = import_ray()
         if ray.is_initialized():
             yield ray
@@ -95,20 +96,6 @@ def _connect(ray: Any, config: JobConfig) -> None:
 def _python_path() -> str:
     """For the processes of a local cluster: this ember, installed or not."""
     return os.pathsep.join(filter(None, [str(Path(ember.__file__).parent.parent), os.environ.get("PYTHONPATH")]))
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that are set while Ray starts; its processes inherit them."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key, None)
-            if value is not None:
-                os.environ[key] = value
 
 
 @contextmanager
