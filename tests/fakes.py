@@ -68,14 +68,15 @@ class FakeRunner:
         for s in scheduled:
             for position in range(s.start, s.start + s.num_new_tokens):
                 self.slots[self._slot(s, position)] = s.sequence.token_ids[position]
-        rows = [self._logits(s) for s in scheduled if s.samples]
+        ends = [(s, s.start + s.num_new_tokens) for s in scheduled]
+        rows = [self._logits(s, length) for s, end in ends for length in range(end - s.num_logits + 1, end + 1)]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
 
     def _slot(self, s, position):
         return s.block_table[position // self.block_size], position % self.block_size
 
-    def _logits(self, s):
-        context = [self.slots[self._slot(s, p)] for p in range(s.start + s.num_new_tokens)]
+    def _logits(self, s, length):
+        context = [self.slots[self._slot(s, p)] for p in range(length)]
         return -((torch.arange(VOCAB) - next_token(context)) % VOCAB).float()
 
 
@@ -135,10 +136,15 @@ class RecordingRunner:
 
     def execute(self, scheduled):
         logits = self.runner.execute(scheduled)
-        sampling = [s for s in scheduled if s.samples]
-        for s, row in zip(sampling, logits, strict=True):
-            self.logits[s.sequence.request_id, s.start + s.num_new_tokens - 1] = row.clone()
+        for key, row in zip(logit_positions(scheduled), logits, strict=True):
+            self.logits[key] = row.clone()
         return logits
+
+
+def logit_positions(scheduled):
+    """(request, position of the token) of each row of a step's logits."""
+    ends = [(s, s.start + s.num_new_tokens) for s in scheduled]
+    return [(s.sequence.request_id, p) for s, end in ends for p in range(end - s.num_logits, end)]
 
 
 def ember_logits(
@@ -160,7 +166,7 @@ def ember_logits(
     sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
     rows, start = [], 0
     for count in chunks:
-        rows.append(runner.execute([ScheduledSequence(sequence, start, count, table, True)]))
+        rows.append(runner.execute([ScheduledSequence(sequence, start, count, table, True, 1)]))
         start += count
     assert start == len(token_ids)
     return torch.cat(rows)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
 from ember import LLM, SamplingParams
 from ember.core.batch import ScheduledSequence
 from ember.model.linear import make_linear
-from tests.fakes import prompts_of_many_lengths
+from tests.fakes import logit_positions, make_sequence, prompts_of_many_lengths
 
 OUTPUT_TOKENS = 6
 WEIGHTS = ("auto", "int8", "fp16")
@@ -26,9 +28,8 @@ def logits_of(prompts: list[list[int]], **settings: object) -> dict[tuple[int, i
 
     def recording(scheduled: list[ScheduledSequence]) -> torch.Tensor:
         logits = execute(scheduled)
-        rows = [s.sequence for s in scheduled if s.samples]
-        for row, sequence in zip(logits, rows, strict=True):
-            seen[sequence.request_id, sequence.num_tokens] = row.clone()
+        for (request_id, position), row in zip(logit_positions(scheduled), logits, strict=True):
+            seen[request_id, position + 1] = row.clone()
         return logits
 
     llm.engine.runner.execute = recording  # type: ignore[method-assign]
@@ -127,3 +128,24 @@ def test_a_rows_bits_are_the_same_beside_any_neighbour():
     layer, x = make_linear(torch.randn(64, 32, generator=rng), form="int8"), torch.randn(8, 32, generator=rng)
     loud = torch.cat([x, 1000 * torch.ones(1, 32)])
     assert torch.equal(layer(loud)[:8], layer(x))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_many_logits_of_a_step_have_the_bits_of_many_steps(form):
+    """Proposed tokens verified in one step, or a prompt scored in chunks, must see what single steps would."""
+    runner = LLM(**{**BASE, **form}).engine.runner
+    tokens = prompts_of_many_lengths()[-1][:90]
+    one = logits_in_steps(runner, tokens, [1] * 90, first_block=0)
+    many = logits_in_steps(runner, tokens, [2, 9, 1, 8, 31, 39], first_block=10)
+    assert torch.equal(one, many)
+
+
+def logits_in_steps(runner, tokens: list[int], counts: list[int], first_block: int) -> torch.Tensor:
+    """Logits [len(tokens), V], computed so many tokens a step."""
+    sequence = make_sequence(0, 1)
+    sequence.token_ids = tokens
+    table, rows, start = array("i", range(first_block, first_block + 10)), [], 0
+    for count in counts:
+        rows.append(runner.execute([ScheduledSequence(sequence, start, count, table, True, count)]))
+        start += count
+    return torch.cat(rows)

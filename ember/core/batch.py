@@ -13,7 +13,8 @@ from ember.core.stats import StepStats
 class ScheduledSequence:
     """One sequence's share of a step: `num_new_tokens` tokens from position `start` on.
 
-    `samples` says whether the step reaches the sequence's last token, so that a next one is drawn.
+    `samples` says whether the step reaches the sequence's last token, so that a next one is drawn. The network gives
+    logits for the last `num_logits` of the new tokens; those of the very last are what a next token is drawn from.
     """
 
     sequence: Sequence
@@ -21,6 +22,7 @@ class ScheduledSequence:
     num_new_tokens: int
     block_table: array[int]
     samples: bool
+    num_logits: int
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import accumulate
 from time import perf_counter
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Runner(Protocol):
     """What computes a step; the model runner, or a fake in tests."""
 
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
-        """Logits [R, vocab_size] of the sequences that sample, in order."""
+        """Logits [sum of num_logits, vocab_size] of the last `num_logits` new tokens of each, in order."""
 
 
 class Engine:
@@ -79,8 +80,9 @@ class Engine:
             sequence.admitted_s = scheduled if sequence.admitted_s is None else sequence.admitted_s
         logits, failed = self._compute(plan.scheduled)
         computed = perf_counter()
-        sampling = [s.sequence for s in plan.scheduled if s.samples and s.sequence not in failed]
-        tokens = self._sample(logits, sampling)
+        computed_ones = [s for s in plan.scheduled if s.sequence not in failed]
+        sampling = [s.sequence for s in computed_ones if s.samples]
+        tokens = self._sample(_last_rows(logits, computed_ones), sampling)
         sampled = perf_counter()
         stats = self._stats(plan)
         _advance(plan.scheduled)
@@ -91,7 +93,7 @@ class Engine:
         return out
 
     def _compute(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, Failures]:
-        """Logits of those that sample. A step that runs out of memory is done in halves; what fails alone is named."""
+        """The step's logits. A step that runs out of memory is done in halves; what fails alone is named."""
         try:
             return self.runner.execute(scheduled), {}
         except (MemoryError, RuntimeError) as error:
@@ -164,6 +166,13 @@ class Engine:
 
 def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def _last_rows(logits: torch.Tensor, scheduled: list[ScheduledSequence]) -> torch.Tensor:
+    """Of a step's logits the rows that a next token is drawn from: the last one of each sequence that samples."""
+    ends = accumulate(s.num_logits for s in scheduled)
+    rows = [end - 1 for end, s in zip(ends, scheduled, strict=True) if s.samples]
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:

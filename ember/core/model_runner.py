@@ -20,7 +20,7 @@ from ember.model.gpt2 import GPT2
 
 
 class ModelRunner:
-    """`execute` computes a step's K/V and gives the logits of the sequences that sample."""
+    """`execute` computes a step's K/V and gives the logits that the step asks for."""
 
     def __init__(self, model: GPT2, pool: KVPool, attention: AttentionBackend, device: torch.device) -> None:
         self.model = model
@@ -30,13 +30,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
-        """Logits [R, vocab_size] float32 of the R scheduled sequences that sample, in their order."""
+        """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order."""
         block_size = self.pool.shape.block_size
         input_ids, positions, metadata = _pack(scheduled, block_size, self.device)
         self.attention.prepare(metadata)
         hidden = self.model.forward(input_ids, positions, self.pool.layers, self.attention)
         ends = accumulate(s.num_new_tokens for s in scheduled)
-        rows = [end - 1 for end, s in zip(ends, scheduled, strict=True) if s.samples]
+        rows = [row for end, s in zip(ends, scheduled, strict=True) for row in range(end - s.num_logits, end)]
         return self.model.logits(hidden[torch.tensor(rows, device=self.device, dtype=torch.long)])
 
 

@@ -78,7 +78,7 @@ class Scheduler:
                 return
         table = self.blocks.block_table(sequence.request_id)
         samples = start + num_new_tokens == sequence.num_tokens
-        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples))
+        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples, int(samples)))
 
     def _admit(self, out: SchedulerOutput) -> None:
         if not self.running and self.waiting and self.waiting[0].status is SequenceStatus.WAITING:

@@ -51,7 +51,7 @@ def log_probs(llm: LLM, pieces: list[list[int]]) -> torch.Tensor:
     tables = [array("i", range(i * blocks, (i + 1) * blocks)) for i in range(len(pieces))]
     rows = []
     for start in range(length - 1):
-        batch = [ScheduledSequence(s, start, 1, table, True) for s, table in zip(sequences, tables, strict=True)]
+        batch = [ScheduledSequence(s, start, 1, table, True, 1) for s, table in zip(sequences, tables, strict=True)]
         rows.append(llm.engine.runner.execute(batch).log_softmax(-1))
     return torch.stack(rows, dim=1).flatten(0, 1)
 

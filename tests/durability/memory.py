@@ -25,8 +25,8 @@ from ember.sampling_params import SamplingParams
 
 
 def constant_logits(self: ModelRunner, scheduled: list[ScheduledSequence]) -> torch.Tensor:
-    """The same logits for every sequence that samples."""
-    return torch.zeros(sum(s.samples for s in scheduled), self.model.config.vocab_size)
+    """The same logits for every token."""
+    return torch.zeros(sum(s.num_logits for s in scheduled), self.model.config.vocab_size)
 
 
 def write_rows(path: Path, num_rows: int) -> None:
