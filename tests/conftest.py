@@ -18,6 +18,7 @@ EXPECTED_SKIPS = (
     "needs Ray",
     "needs root",
     "needs the launcher",
+    "needs the serve extra",
 )
 HERE = "EMBER_TESTS_HERE"
 """An environment variable: expected skips, separated by commas, that this run is not to have."""

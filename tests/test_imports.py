@@ -33,6 +33,7 @@ LEVELS = {
     "ember.core.engine": 6,
     "ember.data": 7,
     "ember.entrypoints": 7,
+    "ember.serving": 7,
     "ember.interrupt": 7,
     "ember.progress": 7,
     "ember.dry_run": 8,
@@ -116,7 +117,20 @@ def test_importing_brings_no_torch(module: str) -> None:
 
 def test_every_module_imports_with_the_base_dependencies() -> None:
     """A module that needs an extra imports it where it is used; here those of the test and dev extras are blocked."""
-    blocked = ["pytest", "hypothesis", "transformers", "triton", "ray", "fastapi", "matplotlib", "pandas", "duckdb"]
+    blocked = [
+        "pytest",
+        "hypothesis",
+        "transformers",
+        "triton",
+        "ray",
+        "fastapi",
+        "starlette",
+        "uvicorn",
+        "prometheus_client",
+        "matplotlib",
+        "pandas",
+        "duckdb",
+    ]
     code = f"""
 import importlib, sys
 for name in {blocked}:

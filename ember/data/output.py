@@ -84,6 +84,10 @@ class OutputProcessor:
         """Take one token; returns the stop string that it completes, if any."""
         return self._live[request_id].push(token_id)
 
+    def text_so_far(self, request_id: int) -> str:
+        """The text of a live request, without what is held back of an unfinished character."""
+        return self._live[request_id].decoder.text
+
     def finish(self, sequence: Sequence) -> RequestOutput:
         """The result of a finished sequence, which is no longer followed."""
         live = self._live.pop(sequence.request_id)

@@ -10,7 +10,7 @@ from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
 
-VERBS = ("run", "export", "version")
+VERBS = ("run", "serve", "export", "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -30,6 +30,10 @@ def _run(words: list[str]) -> int:
         from ember.entrypoints.export import main as export
 
         return export(words)
+    if verb == "serve":
+        from ember.entrypoints.serve import serve
+
+        return serve(words)
     if verb != "run":
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "

@@ -145,6 +145,14 @@ class LLM:
         out = self.engine.step(self._outputs.push)
         return [self._outputs.finish(sequence) for sequence in out.finished], out
 
+    def text_so_far(self, request_id: int) -> str:
+        """The text of a live request; a stop string may still cut it, and an unfinished character is not in it."""
+        return self._outputs.text_so_far(request_id)
+
+    def abort(self, request_id: int) -> None:
+        """Give up a live request; its blocks are free at once."""
+        self._discard([self.engine.abort(request_id)])
+
     def abort_waiting(self) -> int:
         """Give up the requests that are in line; returns how many."""
         return self._discard(self.engine.abort_waiting())

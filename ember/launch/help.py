@@ -10,6 +10,7 @@ ember runs a language model over a file of prompts and writes completions and st
   ember resume=OUTPUT         go on with the job of an output folder
   ember export OUTPUT --to rows.jsonl
                               one file in input order (.jsonl, .parquet, .csv)
+  ember serve KEY=VALUE ...   serve a model on an OpenAI-compatible endpoint
   ember version
 
 Examples:

@@ -1,0 +1,107 @@
+"""The OpenAI-compatible server as an ASGI application: what it answers, on top of an AsyncEngine.
+
+https://platform.openai.com/docs/api-reference/completions. FastAPI, the extra `serve`, is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+import ember
+from ember.entrypoints.admission import Admission
+from ember.entrypoints.async_engine import AsyncEngine, EngineStopped, QueueFull, Request
+from ember.entrypoints.plan import EnginePlan
+from ember.errors import RequestError
+from ember.serving.answer import CompletionAnswer
+from ember.serving.body import read_object
+from ember.serving.call import Call, Prompt
+from ember.serving.errors import ApiError, refused
+from ember.serving.respond import JsonResponse, StreamResponse, WholeResponse
+from ember.serving.settings import ServerConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from starlette.requests import Request as HttpRequest
+
+    Handler = Callable[[HttpRequest], Awaitable[Any]]
+
+
+class ApiServer:
+    """The handlers, and what they share."""
+
+    def __init__(self, config: ServerConfig, plan: EnginePlan, engine: AsyncEngine) -> None:
+        self._config, self._plan, self._engine = config, plan, engine
+        self._admission = Admission(plan)
+        self._model = config.served_model or plan.folder.name
+        self._created = int(time.time())
+
+    def app(self) -> FastAPI:
+        """The application.
+
+        Raises:
+            UserError: FastAPI is not installed.
+        """
+        from fastapi import FastAPI
+
+        app = FastAPI(title="ember", version=ember.__version__, docs_url=None, redoc_url=None)
+        app.add_route("/health", self.health, methods=["GET"])
+        app.add_route("/v1/models", self.models, methods=["GET"])
+        app.add_route("/v1/completions", self.completions, methods=["POST"])
+        app.add_exception_handler(ApiError, _on_api_error)
+        return app
+
+    async def health(self, request: HttpRequest) -> Any:
+        """Whether requests are taken."""
+        if not self._engine.healthy:
+            raise ApiError(503, "the server takes no requests: it is shutting down, or its engine has died")
+        return JsonResponse({"status": "ok"})
+
+    async def models(self, request: HttpRequest) -> Any:
+        """The one model there is."""
+        about = {"id": self._model, "object": "model", "created": self._created, "owned_by": "ember"}
+        return JsonResponse({"object": "list", "data": [about | {"max_model_len": self._plan.max_model_len}]})
+
+    async def completions(self, request: HttpRequest) -> Any:
+        """Complete one or more prompts."""
+        config = self._config
+        body = await read_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        self._check_model(body.get("model"))
+        call = Call.completion(body, max_choices=config.max_choices)
+        requests = [self._request(prompt, call) for prompt in call.prompts]
+        prompts = [(self._text(p), r.prompt_token_ids) for p, r in zip(call.prompts, requests, strict=True)]
+        answer = CompletionAnswer(call, self._model, prompts)
+        generation = self._submit(requests, call.stream)
+        if call.stream:
+            return StreamResponse(generation, answer, config.send_timeout_s)
+        return WholeResponse(generation, answer)
+
+    def _check_model(self, asked: Any) -> None:
+        if asked is not None and asked != self._model:
+            message = f"the model {asked!r} is not served here; {self._model!r} is, or leave `model` out"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def _request(self, prompt: Prompt, call: Call) -> Request:
+        try:
+            ids = self._admission.token_ids(prompt)
+            self._admission.room(len(ids), call.params)
+        except RequestError as error:
+            raise refused(error, "prompt") from None
+        return Request(ids, call.params)
+
+    def _text(self, prompt: Prompt) -> str:
+        return prompt if isinstance(prompt, str) else self._plan.tokenizer.decode(prompt)
+
+    def _submit(self, requests: list[Request], stream: bool) -> Any:
+        try:
+            return self._engine.submit(requests, stream=stream)
+        except QueueFull:
+            raise ApiError(429, "too many requests are open; try again soon", code="queue_full") from None
+        except EngineStopped:
+            raise ApiError(503, "the server is shutting down", code="server_stopped") from None
+
+
+async def _on_api_error(request: HttpRequest, error: Exception) -> Any:
+    assert isinstance(error, ApiError)
+    return JsonResponse.of_error(error)

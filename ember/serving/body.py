@@ -1,0 +1,61 @@
+"""A request's body: read within limits of size and time, and only ever a JSON object."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ember.serving.errors import ApiError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+
+
+async def read_object(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
+    """The JSON object in a body.
+
+    Raises:
+        ApiError: it is of another type (415), too large (413), too slow (408), or no JSON object (400).
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":  # a foreign web page may send other types without asking, JSON it may not
+        raise ApiError(415, "the body must have the header Content-Type: application/json")
+    try:
+        async with asyncio.timeout(timeout_s):
+            return parse_object(await _read(request, max_bytes))
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {timeout_s:g} s") from None
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ApiError: it is none.
+    """
+    try:
+        value = json.loads(body, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
+    return value
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    said = request.headers.get("content-length", "0")
+    if said.isdecimal() and int(said) > max_bytes:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")

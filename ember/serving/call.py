@@ -1,0 +1,115 @@
+"""What a client asks for: the body of a request, checked key by key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ember.data.openai_batch import request_sampling
+from ember.data.text import RowError
+from ember.errors import ConfigError
+from ember.sampling_params import SamplingParams
+from ember.serving.errors import ApiError
+
+Prompt = str | list[int]
+
+COMPLETION_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
+"""OpenAI's, not those of a job."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 256
+_OWN = ("model", "prompt", "stream", "stream_options", "echo", "return_token_ids", "user")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One request.
+
+    Attributes:
+        prompts: text or token ids, at least one.
+        include_usage: a stream ends with a chunk of token counts.
+        echo: the answer's text begins with the prompt.
+        return_token_ids: the answer has the ids of prompt and output (vLLM's extension).
+    """
+
+    prompts: list[Prompt]
+    params: SamplingParams
+    stream: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    return_token_ids: bool = False
+
+    @staticmethod
+    def completion(body: dict[str, Any], *, max_choices: int) -> Call:
+        """The body of `/v1/completions`; null is the same as left out.
+
+        Raises:
+            ApiError: names the key that is wrong or not supported.
+        """
+        given = {key: value for key, value in body.items() if value is not None}
+        prompts = _prompts(given)
+        if len(prompts) > max_choices:
+            raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {max_choices} a request", param="prompt")
+        stream = _flag(given, "stream")
+        return Call(
+            prompts=prompts,
+            params=_params(given, COMPLETION_DEFAULTS),
+            stream=stream,
+            include_usage=_include_usage(given, stream),
+            echo=_flag(given, "echo"),
+            return_token_ids=_flag(given, "return_token_ids"),
+        )
+
+
+def _prompts(given: dict[str, Any]) -> list[Prompt]:
+    prompt = given.get("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        what = "prompt is missing" if prompt is None else "prompt must be a string, a list of strings or token ids"
+        raise ApiError(400, what, param="prompt")
+    if all(_is_id(item) for item in prompt):
+        return [prompt]
+    for item in prompt:
+        if not isinstance(item, str) and not (isinstance(item, list) and all(_is_id(i) for i in item)):
+            wanted = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+            raise ApiError(400, wanted, param="prompt")
+    return prompt
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
+    asked = {key: value for key, value in given.items() if key not in _OWN}
+    try:
+        params = defaults.override(request_sampling({"body": asked}))
+    except ConfigError as error:
+        raise ApiError(400, str(error), param=error.key, code="invalid_value") from None
+    except RowError as error:
+        named = re.match(r"body\.(\w+)", str(error))
+        message = str(error).removeprefix("body.")
+        raise ApiError(400, message, param=named and named[1], code="unsupported_parameter") from None
+    if len(params.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+        limit = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
+        raise ApiError(400, limit, param="stop", code="invalid_value")
+    return params
+
+
+def _flag(given: dict[str, Any], key: str) -> bool:
+    value = given.get(key, False)
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{key} must be true or false", param=key, code="invalid_value")
+    return value
+
+
+def _include_usage(given: dict[str, Any], stream: bool) -> bool:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise ApiError(400, "stream_options must be an object", param="stream_options", code="invalid_value")
+    if options and not stream:
+        raise ApiError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
+    if unknown := sorted(set(options) - {"include_usage"}):
+        message = f"stream_options.{unknown[0]} is not supported; remove it"
+        raise ApiError(400, message, param="stream_options", code="unsupported_parameter")
+    return _flag({k: v for k, v in options.items() if v is not None}, "include_usage")

@@ -1,0 +1,109 @@
+"""Answers on their way to one client: while it waits its departure is seen, and a slow one does not hold the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from ember.entrypoints.async_engine import Generation
+from ember.serving.answer import DONE, CompletionAnswer, as_event, as_json
+from ember.serving.errors import ApiError, failed
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class JsonResponse:
+    """A whole body, as an ASGI application."""
+
+    def __init__(self, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.body, self.status, self.headers = as_json(value), status, headers or {}
+
+    @staticmethod
+    def of_error(error: ApiError) -> JsonResponse:
+        """The answer to what went wrong."""
+        return JsonResponse(error.body, status=error.status, headers=error.headers)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Send it."""
+        own = {"content-type": "application/json", "content-length": str(len(self.body)), **self.headers}
+        await send(_start(self.status, own))
+        await send({"type": "http.response.body", "body": self.body})
+
+
+class WholeResponse:
+    """The answer when all is computed."""
+
+    def __init__(self, generation: Generation, answer: CompletionAnswer) -> None:
+        self._generation, self._answer = generation, answer
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Wait for it and send it, unless the client goes away first."""
+        async with _watched(receive, self._generation):
+            outputs = await self._generation.outputs()
+        if not outputs:
+            return
+        wrong = next((failed(output) for output in outputs if output.error is not None), None)
+        response = JsonResponse(self._answer.whole(outputs)) if wrong is None else JsonResponse.of_error(wrong)
+        await response(scope, receive, send)
+
+
+class StreamResponse:
+    """Server-sent events as tokens come. What a slow client has not taken is joined into its next piece."""
+
+    def __init__(self, generation: Generation, answer: CompletionAnswer, send_timeout_s: float) -> None:
+        self._generation, self._answer, self._timeout_s = generation, answer, send_timeout_s
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Send the events; a client that takes none within the time is cut off."""
+        await send(_start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}))
+        async with _watched(receive, self._generation):
+            async for events in self._events():
+                try:
+                    async with asyncio.timeout(self._timeout_s):
+                        await send({"type": "http.response.body", "body": events, "more_body": True})
+                except TimeoutError:
+                    logging.getLogger(__name__).warning("a client took nothing for %g s", self._timeout_s)
+                    return
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        answer, outputs = self._answer, []
+        if opening := answer.opening():
+            yield b"".join(map(as_event, opening))
+        while pieces := await self._generation.pieces():
+            wrong = next(
+                (failed(p.output) for p in pieces if p.output is not None and p.output.error is not None), None
+            )
+            if wrong is not None:
+                yield as_event(wrong.body) + DONE
+                return
+            outputs += [piece.output for piece in pieces if piece.output is not None]
+            yield b"".join(as_event(answer.piece(piece)) for piece in pieces)
+        yield b"".join(map(as_event, answer.closing(outputs))) + DONE
+
+
+@asynccontextmanager
+async def _watched(receive: Receive, generation: Generation) -> AsyncIterator[None]:
+    """Within, the generation is given up when the client goes away; at the end in any case."""
+    watch = asyncio.create_task(_until_gone(receive, generation))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        generation.give_up()
+
+
+async def _until_gone(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.give_up()
+
+
+def _start(status: int, headers: dict[str, str]) -> Message:
+    pairs = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
+    return {"type": "http.response.start", "status": status, "headers": pairs}

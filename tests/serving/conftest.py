@@ -1,0 +1,60 @@
+"""A real server in a process of its own, on loopback, with the embedded model."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+READY = re.compile(r"serving on (http://\S+)")
+
+
+class RunningServer:
+    """`ember serve` with these words; `url` once it listens."""
+
+    def __init__(self, *words: str, **environment: str) -> None:
+        code = "import sys; from ember.entrypoints.cli import main; sys.exit(main(['serve', *sys.argv[1:]]))"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "port=0", *words],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.url = self._wait()
+
+    def _wait(self) -> str:
+        assert self.process.stderr is not None
+        said = []
+        for line in self.process.stderr:
+            said.append(line)
+            if ready := READY.search(line):
+                return ready[1]
+        raise AssertionError("".join(said))
+
+    def stop(self) -> tuple[int, str]:
+        """SIGTERM; the exit code and what it said last."""
+        self.process.terminate()
+        return self.wait()
+
+    def wait(self) -> tuple[int, str]:
+        _, said = self.process.communicate(timeout=60)
+        return self.process.returncode, said
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """One server for all tests that leave it as it was."""
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    pytest.importorskip("uvicorn", reason="needs the serve extra")
+    running = RunningServer()
+    yield running
+    code, said = running.stop()
+    assert code == 0, said
+    assert "Traceback" not in said

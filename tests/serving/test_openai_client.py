@@ -1,0 +1,116 @@
+"""The server through the openai package, a client that we did not write."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from ember import LLM, SamplingParams
+from tests.serving.conftest import RunningServer
+
+openai = pytest.importorskip("openai", reason="needs the serve extra")
+pytestmark = pytest.mark.serve
+
+PROMPTS = ["The capital of France is", "Call me Ishmael.", "A whale is", "日本語 and 🐳🐳", "x"]
+PARAMS = {"temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def client(server: RunningServer):
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def offline():
+    llm = LLM(num_threads=1)
+    return llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
+
+
+def test_a_completion_is_the_offline_one(client, offline) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPTS[0], **PARAMS)
+    assert answer.choices[0].text == offline[0].text
+    assert answer.choices[0].finish_reason == offline[0].finish_reason
+    assert answer.usage.prompt_tokens == len(offline[0].prompt_token_ids)
+    assert answer.usage.completion_tokens == len(offline[0].token_ids)
+
+
+def test_many_prompts_answer_in_their_order(client, offline) -> None:
+    answer = client.completions.create(model="tiny", prompt=PROMPTS, **PARAMS)
+    assert [c.index for c in answer.choices] == list(range(len(PROMPTS)))
+    assert [c.text for c in answer.choices] == [o.text for o in offline]
+
+
+def test_token_ids_are_prompts_too(client, offline) -> None:
+    ids = [o.prompt_token_ids for o in offline]
+    one = client.completions.create(model="tiny", prompt=ids[1], **PARAMS)
+    many = client.completions.create(model="tiny", prompt=ids, **PARAMS)
+    assert one.choices[0].text == offline[1].text
+    assert [c.text for c in many.choices] == [o.text for o in offline]
+
+
+def test_the_pieces_of_a_stream_make_the_offline_text(client, offline) -> None:
+    """A character of several tokens, cut at each, would come as U+FFFD."""
+    texts = [""] * len(PROMPTS)
+    ends: dict[int, str] = {}
+    stream = client.completions.create(
+        model="tiny", prompt=PROMPTS, stream=True, stream_options={"include_usage": True}, **PARAMS
+    )
+    for chunk in stream:
+        for choice in chunk.choices:
+            assert choice.index not in ends
+            texts[choice.index] += choice.text
+            if choice.finish_reason is not None:
+                ends[choice.index] = choice.finish_reason
+        usage = chunk.usage
+    assert texts == [o.text for o in offline]
+    assert ends == {i: o.finish_reason for i, o in enumerate(offline)}
+    assert usage.completion_tokens == sum(len(o.token_ids) for o in offline)
+
+
+def test_a_stop_string_never_shows(client, offline) -> None:
+    """The beginning of a stop string must be held back until it is known not to be one."""
+    whole = offline[0].text
+    stop = whole[12:20]
+    stream = client.completions.create(model="tiny", prompt=PROMPTS[0], stream=True, stop=[stop, "never"], **PARAMS)
+    chunks = [chunk.choices[0] for chunk in stream]
+    assert "".join(c.text for c in chunks) == whole[: whole.index(stop)]
+    assert chunks[-1].finish_reason == "stop"
+
+
+def test_echo_puts_the_prompt_first(client, offline) -> None:
+    whole = client.completions.create(model="tiny", prompt=PROMPTS[0], echo=True, **PARAMS)
+    stream = client.completions.create(model="tiny", prompt=PROMPTS[0], echo=True, stream=True, **PARAMS)
+    assert whole.choices[0].text == PROMPTS[0] + offline[0].text
+    assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
+
+
+def test_a_seed_fixes_the_draw(client) -> None:
+    ask = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 16, "seed": 7}
+    first, second = (client.completions.create(**ask).choices[0].text for _ in range(2))
+    assert first == second
+
+
+def test_the_async_client(server: RunningServer, offline) -> None:
+    async def ask() -> tuple[str, str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            whole = await client.completions.create(model="tiny", prompt=PROMPTS[0], **PARAMS)
+            stream = await client.completions.create(model="tiny", prompt=PROMPTS[1], stream=True, **PARAMS)
+            return whole.choices[0].text, "".join([chunk.choices[0].text async for chunk in stream])
+
+    assert asyncio.run(ask()) == (offline[0].text, offline[1].text)
+
+
+def test_models(client) -> None:
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_mistakes_raise_the_clients_own_errors(client) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.completions.create(model="gpt-4", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="suffix") as caught:
+        client.completions.create(model="tiny", prompt="x", suffix="y")
+    assert caught.value.param == "suffix"
+    with pytest.raises(openai.BadRequestError, match="max_model_len") as caught:
+        client.completions.create(model="tiny", prompt="word " * 1000)
+    assert caught.value.code == "context_length_exceeded"
