@@ -18,6 +18,7 @@ OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
 RUNNERS = ("local", "ray")
 WEIGHTS = ("auto", "int8", "fp16")
 DETERMINISTIC = ("auto", "require")
+SPECULATIVE = ("off", "ngram")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8")
 STDIN = "-"
@@ -29,6 +30,9 @@ _ENGINE_NUMBERS = {
     "max_num_seqs": (1, MOST),
     "max_num_batched_tokens": (1, MOST),
     "max_model_len": (2, MOST),
+    "num_speculative_tokens": (1, 64),
+    "ngram_min": (1, 64),
+    "ngram_max": (1, 64),
 }
 _JOB_NUMBERS = {
     "limit": (0, MOST),
@@ -80,6 +84,10 @@ class EngineConfig:
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    speculative: str = "off"
+    num_speculative_tokens: int = 8
+    ngram_min: int = 2
+    ngram_max: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -91,7 +99,12 @@ class EngineConfig:
         one_of("deterministic", self.deterministic, DETERMINISTIC)
         one_of("attention", self.attention, ATTENTION_BACKENDS)
         one_of("scheduler", self.scheduler, POLICIES)
+        if str(self.speculative) == "False":  # what YAML makes of off
+            self.speculative = "off"
+        one_of("speculative", self.speculative, SPECULATIVE)
         _whole_numbers(self, _ENGINE_NUMBERS)
+        if self.ngram_min > self.ngram_max:
+            raise ConfigError("ngram_min", self.ngram_min, f"must be at most ngram_max={self.ngram_max}")
         self.pool_size = str(self.pool_size)
         PoolSize.parse(self.pool_size)
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")

@@ -173,6 +173,7 @@ class Recorder:
                 "num_threads": plan.num_threads,
                 "attention": plan.attention,
                 "scheduler": self.config.scheduler,
+                **({} if self.config.speculative == "off" else {"speculative": self.config.speculative}),
                 "pool_size": self.config.pool_size,
                 **({} if self.config.runner == "local" else {"runner": self.config.runner}),
             },

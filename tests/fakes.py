@@ -52,22 +52,30 @@ def continuation(prompt, count):
     return tokens[len(prompt) :]
 
 
+def looping_token(context):
+    """As `next_token`, but text that mostly repeats itself: often the token of three places before comes again."""
+    wanders = len(context) < 4 or next_token(context) % 4 == 0
+    return next_token(context) if wanders else context[-3]
+
+
 class FakeRunner:
     """A network that reads its context out of the slots it wrote, as attention does, so a block mix-up shows.
 
-    The best token is `next_token` of the context; the others fall off from there on, cyclically.
+    The best token is `best` of the context; the others fall off from there on, cyclically.
     """
 
-    def __init__(self, block_size):
+    def __init__(self, block_size, best=next_token):
         self.block_size = block_size
+        self.best = best
         self.slots = {}
         self.steps = []
 
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         self.steps.append([(s.sequence.request_id, s.start, s.num_new_tokens) for s in scheduled])
         for s in scheduled:
+            tokens = s.sequence.token_ids + s.proposed
             for position in range(s.start, s.start + s.num_new_tokens):
-                self.slots[self._slot(s, position)] = s.sequence.token_ids[position]
+                self.slots[self._slot(s, position)] = tokens[position]
         ends = [(s, s.start + s.num_new_tokens) for s in scheduled]
         rows = [self._logits(s, length) for s, end in ends for length in range(end - s.num_logits + 1, end + 1)]
         return torch.stack(rows) if rows else torch.empty(0, VOCAB)
@@ -77,11 +85,18 @@ class FakeRunner:
 
     def _logits(self, s, length):
         context = [self.slots[self._slot(s, p)] for p in range(length)]
-        return -((torch.arange(VOCAB) - next_token(context)) % VOCAB).float()
+        return -((torch.arange(VOCAB) - self.best(context)) % VOCAB).float()
 
 
 def make_engine(
-    policy="prefill_first", *, num_blocks=64, block_size=4, max_num_seqs=8, max_num_batched_tokens=64, runner=None
+    policy="prefill_first",
+    *,
+    num_blocks=64,
+    block_size=4,
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    runner=None,
+    proposer=None,
 ):
     """An engine over the fake runner."""
     scheduler = Scheduler(
@@ -89,6 +104,7 @@ def make_engine(
         policy=policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        proposer=proposer,
     )
     return Engine(scheduler, runner or FakeRunner(block_size), Sampler())
 

@@ -50,6 +50,12 @@ class BlockManager:
             table.append(self._free.pop())
         return True
 
+    def shrink(self, request_id: int, num_tokens: int) -> None:
+        """Give back the blocks beyond those that `num_tokens` tokens take up."""
+        table = self._tables[request_id]
+        while len(table) > self.blocks_for(num_tokens):
+            self._free.append(table.pop())
+
     def free(self, request_id: int) -> None:
         """Give back all blocks of a sequence; one without blocks is fine."""
         self._free.extend(reversed(self._tables.pop(request_id, array("i"))))

@@ -14,7 +14,11 @@ class ScheduledSequence:
     """One sequence's share of a step: `num_new_tokens` tokens from position `start` on.
 
     `samples` says whether the step reaches the sequence's last token, so that a next one is drawn. The network gives
-    logits for the last `num_logits` of the new tokens; those of the very last are what a next token is drawn from.
+    logits for the last `num_logits` of the new tokens. The last new tokens may be `proposed`: not the sequence's own
+    until each is drawn at its position; `num_accepted` of them were.
+
+        token_ids     ... t7 t8 t9 | p10 p11 p12     num_new_tokens 4, start 9
+        drawn from                t9  p10 p11 p12    num_logits 4
     """
 
     sequence: Sequence
@@ -23,6 +27,20 @@ class ScheduledSequence:
     block_table: array[int]
     samples: bool
     num_logits: int
+    proposed: list[int] = field(default_factory=list)
+    num_accepted: int = 0
+
+    def propose(self, tokens: list[int]) -> None:
+        """Compute these too, and their logits."""
+        self.proposed = tokens
+        self.num_new_tokens += len(tokens)
+        self.num_logits += len(tokens)
+
+    def withdraw(self) -> None:
+        """Compute no proposed tokens."""
+        self.num_new_tokens -= len(self.proposed)
+        self.num_logits -= len(self.proposed)
+        self.proposed = []
 
 
 @dataclass(slots=True)
@@ -54,7 +72,7 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Tokens of one step in scheduling order, the sequences it finished, and its statistics."""
+    """Tokens of one step, each request's in order, the sequences it finished, and its statistics."""
 
     tokens: list[TokenEvent]
     finished: list[Sequence]

@@ -5,9 +5,9 @@ The engine knows token ids only. Text, stop strings and files are for those abov
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
-from itertools import accumulate
 from time import perf_counter
 from typing import Protocol
 
@@ -80,16 +80,17 @@ class Engine:
             sequence.admitted_s = scheduled if sequence.admitted_s is None else sequence.admitted_s
         logits, failed = self._compute(plan.scheduled)
         computed = perf_counter()
-        computed_ones = [s for s in plan.scheduled if s.sequence not in failed]
-        sampling = [s.sequence for s in computed_ones if s.samples]
-        tokens = self._sample(_last_rows(logits, computed_ones), sampling)
-        sampled = perf_counter()
         stats = self._stats(plan)
         _advance(plan.scheduled)
-        drawn = [*failed.items(), *zip(sampling, tokens, strict=True)]
-        out = self._collect(drawn, stats, on_token)
+        out = StepOutput([], [], stats)
+        for sequence, error in failed.items():
+            self._take(sequence, error, out, on_token)
+        self._draw(logits, [s for s in plan.scheduled if s.sequence not in failed], out, on_token)
+        self.scheduler.settle(plan.scheduled)
+        stats.num_accepted_tokens = sum(s.num_accepted for s in plan.scheduled)
+        stats.num_finished = len(out.finished)
         stats.start_s, stats.duration_s = begin - self._born_s, perf_counter() - begin
-        stats.schedule_s, stats.model_s, stats.sample_s = scheduled - begin, computed - scheduled, sampled - computed
+        stats.schedule_s, stats.model_s = scheduled - begin, computed - scheduled
         return out
 
     def _compute(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, Failures]:
@@ -99,6 +100,10 @@ class Engine:
         except (MemoryError, RuntimeError) as error:
             if not _out_of_memory(error):
                 raise
+            if any(s.proposed for s in scheduled):
+                for s in scheduled:
+                    s.withdraw()
+                return self._compute(scheduled)
             if len(scheduled) == 1:
                 reason = RequestError("out_of_memory", f"not enough memory for {scheduled[0].num_new_tokens} tokens")
                 return torch.empty(0), {scheduled[0].sequence: reason}
@@ -121,31 +126,44 @@ class Engine:
         except Exception as error:
             return RequestError("sampling_failed", f"{type(error).__name__}: {error}")
 
-    def _collect(
-        self, drawn: list[tuple[Sequence, int | RequestError]], stats: StepStats, on_token: OnToken | None
-    ) -> StepOutput:
-        """Append the tokens and finish what has ended."""
-        out = StepOutput([], [], stats)
+    def _draw(
+        self, logits: torch.Tensor, scheduled: list[ScheduledSequence], out: StepOutput, on_token: OnToken | None
+    ) -> None:
+        """Draw the next token of each sequence that samples, and while it is the one that was proposed, the next.
+
+        Every draw finds its sequence as plain decoding would have it: exact whatever the sampler looks at.
+        """
+        drawing = _first_rows(scheduled)
+        for ahead in itertools.count():
+            if not drawing:
+                return
+            begin = perf_counter()
+            rows = [row + ahead for _, row in drawing]
+            tokens = self._sample(_rows(logits, rows), [s.sequence for s, _ in drawing])
+            out.stats.sample_s += perf_counter() - begin
+            for (s, _), token in zip(drawing, tokens, strict=True):
+                self._take(s.sequence, token, out, on_token)
+            drawing = [(s, row) for (s, row), token in zip(drawing, tokens, strict=True) if _accept(s, ahead, token)]
+
+    def _take(self, sequence: Sequence, token: int | RequestError, out: StepOutput, on_token: OnToken | None) -> None:
+        """Append a token, or note an error, and finish the sequence if it has ended."""
         now = perf_counter()
-        for sequence, token in drawn:
-            if isinstance(token, RequestError):
-                sequence.finish_reason, sequence.error = FinishReason.ERROR, token
-            else:
-                sequence.token_ids.append(token)
-                sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
-                _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
-                out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
-            if sequence.finish_reason is not None:
-                sequence.finished_s = now
-                self.abort(sequence.request_id)
-                out.finished.append(sequence)
-        stats.num_finished = len(out.finished)
-        return out
+        if isinstance(token, RequestError):
+            sequence.finish_reason, sequence.error = FinishReason.ERROR, token
+        else:
+            sequence.token_ids.append(token)
+            sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
+            _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
+            out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
+        if sequence.finish_reason is not None:
+            sequence.finished_s = now
+            self.abort(sequence.request_id)
+            out.finished.append(sequence)
 
     def _stats(self, plan: SchedulerOutput) -> StepStats:
         """Count the step while its sequences still hold their blocks."""
         blocks, running = self.scheduler.blocks, self.scheduler.running
-        live = sum(s.num_computed_tokens for s in running) + plan.num_tokens
+        live = sum(s.num_computed_tokens for s in running) + sum(s.num_new_tokens for s in plan.scheduled)
         stats = StepStats(
             step=self._num_steps,
             num_running=len(running),
@@ -168,11 +186,24 @@ def _out_of_memory(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
 
 
-def _last_rows(logits: torch.Tensor, scheduled: list[ScheduledSequence]) -> torch.Tensor:
-    """Of a step's logits the rows that a next token is drawn from: the last one of each sequence that samples."""
-    ends = accumulate(s.num_logits for s in scheduled)
-    rows = [end - 1 for end, s in zip(ends, scheduled, strict=True) if s.samples]
+def _first_rows(scheduled: list[ScheduledSequence]) -> list[tuple[ScheduledSequence, int]]:
+    """Those that sample, with the row of the step's logits that the next token is drawn from."""
+    ends = itertools.accumulate(s.num_logits for s in scheduled)
+    return [(s, end - len(s.proposed) - 1) for end, s in zip(ends, scheduled, strict=True) if s.samples]
+
+
+def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     return logits if len(rows) == len(logits) else logits[rows]
+
+
+def _accept(scheduled: ScheduledSequence, ahead: int, token: int | RequestError) -> bool:
+    """Whether the token drawn at that place is the proposed one, so that its K/V and logits are those of the text."""
+    sequence = scheduled.sequence
+    if scheduled.proposed[ahead : ahead + 1] != [token] or sequence.finish_reason is not None:
+        return False
+    scheduled.num_accepted += 1
+    _set_computed(sequence, sequence.num_computed_tokens + 1)
+    return True
 
 
 def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:
@@ -184,13 +215,18 @@ def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:
     stats.num_prefill_tokens += prefill
     stats.num_decode_tokens += end - start - recomputed - prefill
     stats.num_prefill_seqs += prefill > 0
+    stats.num_proposed_tokens += len(scheduled.proposed)
 
 
 def _advance(plan: list[ScheduledSequence]) -> None:
-    for scheduled in plan:
-        sequence = scheduled.sequence
-        sequence.num_computed_tokens = scheduled.start + scheduled.num_new_tokens
-        sequence.max_computed_tokens = max(sequence.max_computed_tokens, sequence.num_computed_tokens)
+    """Count what is computed, but for proposed tokens: those are counted when they are accepted."""
+    for s in plan:
+        _set_computed(s.sequence, s.start + s.num_new_tokens - len(s.proposed))
+
+
+def _set_computed(sequence: Sequence, num_tokens: int) -> None:
+    sequence.num_computed_tokens = num_tokens
+    sequence.max_computed_tokens = max(sequence.max_computed_tokens, num_tokens)
 
 
 def _judge(sequence: Sequence, token: int, stop_string: str | None) -> None:

@@ -47,7 +47,7 @@ def _pack(
     counts = [s.num_new_tokens for s in scheduled]
     bounds = torch.tensor([0, *accumulate(counts)])
     starts = torch.tensor([s.start for s in scheduled])
-    ids = [t for s in scheduled for t in s.sequence.token_ids[s.start : s.start + s.num_new_tokens]]
+    ids = [t for s in scheduled for t in (*s.sequence.token_ids[s.start : s.start + s.num_new_tokens], *s.proposed)]
     tables = _pad_tables([s.block_table for s in scheduled])
     sequence = torch.repeat_interleave(torch.tensor(counts))
     positions = torch.arange(len(ids)) - bounds[sequence] + starts[sequence]

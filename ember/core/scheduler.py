@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from ember.cache.block_manager import BlockManager
 from ember.core.batch import ScheduledSequence, SchedulerOutput
 from ember.core.sequence import Sequence, SequenceStatus
+from ember.core.speculation import NgramProposer
 
 
 class Scheduler:
@@ -24,8 +25,17 @@ class Scheduler:
         static: a batch of up to `max_num_seqs` runs to its end before the next starts.
     """
 
-    def __init__(self, blocks: BlockManager, *, policy: str, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        blocks: BlockManager,
+        *,
+        policy: str,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        proposer: NgramProposer | None = None,
+    ) -> None:
         self.blocks = blocks
+        self.proposer = proposer
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -52,13 +62,34 @@ class Scheduler:
         if self.policy == "mixed":
             self._run(self.running, out)
             self._admit(out)
-            return out
-        self._run([s for s in self.running if s.prefilling], out)
-        self._admit(out)
-        if not out.scheduled:
-            self._batch_open = False
-            self._run(self.running, out)
+        else:
+            self._run([s for s in self.running if s.prefilling], out)
+            self._admit(out)
+            if not out.scheduled:
+                self._batch_open = False
+                self._run(self.running, out)
+        if self.proposer is not None:
+            self._speculate(self.proposer, out)
         return out
+
+    def settle(self, scheduled: Iterable[ScheduledSequence]) -> None:
+        """Learn from a step that is done, and give back the blocks of proposed tokens that were not kept."""
+        for s in scheduled:
+            if self.proposer is not None and s.proposed and s.sequence.status is SequenceStatus.RUNNING:
+                self.proposer.learn(s.sequence, len(s.proposed), s.num_accepted)
+                self.blocks.shrink(s.sequence.request_id, s.sequence.num_computed_tokens)
+
+    def _speculate(self, proposer: NgramProposer, out: SchedulerOutput) -> None:
+        """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
+        for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1]:
+            end, sequence = s.start + 1, s.sequence
+            room = (len(s.block_table) + self.blocks.num_free) * self.blocks.block_size - end
+            left = sequence.max_tokens - sequence.num_output_tokens - 1
+            most = min(self.max_num_batched_tokens - out.num_tokens, left, room)
+            tokens = proposer.propose(sequence, most, len(self.running))
+            if tokens and self.blocks.grow(sequence.request_id, end + len(tokens)):
+                s.propose(tokens)
+                out.num_tokens += len(tokens)
 
     def _run(self, sequences: Iterable[Sequence], out: SchedulerOutput) -> None:
         for sequence in list(sequences):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from ember.core.drafting import Drafting
 from ember.errors import RequestError
 from ember.sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ class Sequence:
 
     `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
     when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`.
+    `drafting` is speculation's.
     """
 
     request_id: int
@@ -50,6 +52,7 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     stop_ids: frozenset[int] = frozenset()
+    drafting: Drafting | None = None
     arrival_s: float = 0.0
     admitted_s: float | None = None
     first_token_s: float | None = None

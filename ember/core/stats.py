@@ -10,7 +10,8 @@ class StepStats:
     """Counts, times (seconds; `start_s` since the engine was made) and pool use of one step.
 
     Block counts are taken while the step runs, before what it finished is freed. `kv_tokens` counts each live
-    token slot once; `kv_utilization` is its share of the slots in used blocks.
+    token slot once; `kv_utilization` is its share of the slots in used blocks. Of the decode tokens
+    `num_proposed_tokens` were proposed by speculation, of which `num_accepted_tokens` were kept.
     """
 
     step: int
@@ -34,3 +35,5 @@ class StepStats:
     kv_tokens: int = 0
     kv_utilization: float = 0.0
     prefix_hit_tokens: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0

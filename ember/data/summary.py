@@ -36,6 +36,7 @@ JOB_KEYS = (
 ATTEMPT_KEYS = (
     *("num_steps", "duration_s", "engine_s", "load_s", "tokens_per_s", "peak_kv_utilization", "mean_kv_utilization"),
     *("peak_blocks_used", "blocks_total", "block_size", "num_preemptions", "num_recomputed_tokens", "peak_running"),
+    *("num_proposed_tokens", "num_accepted_tokens", "acceptance_rate"),
     *("deterministic", "deterministic_why", "settings"),
 )
 
@@ -67,6 +68,7 @@ class JobSummary:
         peak_kv_utilization, mean_kv_utilization: live tokens per slot of the used blocks; the mean is over the steps
             that used any.
         num_recomputed_tokens: tokens computed a second time after a preemption.
+        num_proposed_tokens, num_accepted_tokens: by speculation; `acceptance_rate` is the share kept, None of none.
         deterministic: whether the bits of logits never depend on the batch; if they may, `deterministic_why` says why.
         settings: the model and the few settings that such numbers depend on.
     """
@@ -97,6 +99,9 @@ class JobSummary:
     block_size: int = 0
     num_preemptions: int = 0
     num_recomputed_tokens: int = 0
+    num_proposed_tokens: int = 0
+    num_accepted_tokens: int = 0
+    acceptance_rate: float | None = None
     peak_running: int = 0
     deterministic: bool | None = None
     deterministic_why: str | None = None
@@ -127,6 +132,8 @@ class SummaryBuilder:
         self._engine_s = 0.0
         self._preemptions = 0
         self._recomputed = 0
+        self._proposed = 0
+        self._accepted = 0
         self._peak_running = 0
         self._blocks_total = 0
         self._peak_blocks = 0
@@ -160,6 +167,8 @@ class SummaryBuilder:
         self._engine_s += stats.duration_s
         self._preemptions += stats.num_preempted
         self._recomputed += stats.num_recomputed_tokens
+        self._proposed += stats.num_proposed_tokens
+        self._accepted += stats.num_accepted_tokens
         self._peak_running = max(self._peak_running, stats.num_running)
         self._blocks_total = max(self._blocks_total, stats.blocks_total)
         if stats.blocks_used:
@@ -217,6 +226,9 @@ class SummaryBuilder:
             block_size=block_size,
             num_preemptions=self._preemptions,
             num_recomputed_tokens=self._recomputed,
+            num_proposed_tokens=self._proposed,
+            num_accepted_tokens=self._accepted,
+            acceptance_rate=self._accepted / self._proposed if self._proposed else None,
             peak_running=self._peak_running,
             settings=dict(settings or {}),
         )
@@ -254,8 +266,13 @@ def _facts(s: JobSummary) -> list[tuple[str, str]]:
         ("KV slots", f"{s.mean_kv_utilization:.1%} of used blocks filled, at most {s.peak_kv_utilization:.1%}"),
         ("running", f"at most {s.peak_running:,} sequences at once"),
         ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again"),
+        *([] if s.acceptance_rate is None else [("speculation", _speculation(s))]),
         *_settings(s.settings),
     ]
+
+
+def _speculation(s: JobSummary) -> str:
+    return f"{s.num_proposed_tokens:,} tokens proposed, {s.num_accepted_tokens:,} ({s.acceptance_rate:.1%}) accepted"
 
 
 def _settings(settings: dict[str, Any]) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from ember.core.random_stream import row_seed
 from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
+from ember.core.speculation import make_proposer
 from ember.data.output import OutputProcessor, RequestOutput
 from ember.entrypoints.admission import Admission
 from ember.entrypoints.plan import EnginePlan
@@ -74,6 +75,7 @@ class LLM:
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            proposer=make_proposer(config),
         )
         self.engine = Engine(scheduler, runner, Sampler())
         self._outputs = OutputProcessor(plan.tokenizer)
