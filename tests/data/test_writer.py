@@ -69,6 +69,8 @@ DESIGN_STEPS = [
     "kv_tokens",
     "kv_utilization",
     "prefix_hit_tokens",
+    "num_proposed_tokens",
+    "num_accepted_tokens",
 ]
 
 
