@@ -81,6 +81,7 @@ class EngineConfig:
     scheduler: str = "prefill_first"
     block_size: int = 16
     pool_size: str = "auto"
+    prefix_cache: bool = True
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
@@ -107,6 +108,7 @@ class EngineConfig:
             raise ConfigError("ngram_min", self.ngram_min, f"must be at most ngram_max={self.ngram_max}")
         self.pool_size = str(self.pool_size)
         PoolSize.parse(self.pool_size)
+        boolean("prefix_cache", self.prefix_cache)
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
 
 

@@ -14,6 +14,7 @@ import torch
 from ember.attention.base import make_backend
 from ember.cache.block_manager import BlockManager
 from ember.cache.kv_pool import KVPool, KVShape
+from ember.cache.prefix_cache import PrefixCache
 from ember.core.batch import ScheduledSequence, SchedulerOutput
 from ember.core.engine import Engine
 from ember.core.model_runner import ModelRunner
@@ -73,6 +74,10 @@ class FakeRunner:
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         self.steps.append([(s.sequence.request_id, s.start, s.num_new_tokens) for s in scheduled])
         for s in scheduled:
+            for source, destination in s.copies:
+                for offset in range(self.block_size):
+                    self.slots[destination, offset] = self.slots.get((source, offset))
+        for s in scheduled:
             tokens = s.sequence.token_ids + s.proposed
             for position in range(s.start, s.start + s.num_new_tokens):
                 self.slots[self._slot(s, position)] = tokens[position]
@@ -97,10 +102,11 @@ def make_engine(
     max_num_batched_tokens=64,
     runner=None,
     proposer=None,
+    prefix_cache=True,
 ):
     """An engine over the fake runner."""
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size),
+        BlockManager(num_blocks, block_size, PrefixCache(block_size) if prefix_cache else None),
         policy=policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

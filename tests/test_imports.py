@@ -52,7 +52,7 @@ PURE = ("ember.core", "ember.cache", "ember.attention", "ember.model")
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
 CORE = ["core/*.py", "cache/*.py", "attention/base.py", "attention/reference.py", "attention/batched.py"]
 CORE += ["model/gpt2.py", "model/weights.py"]
-CORE_LINES = 1600
+CORE_LINES = 1860
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -127,8 +127,9 @@ SHORT = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10]
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block_size", [1, 3, 16])
 @pytest.mark.parametrize("budget", [9, 2048])
-def test_preemption(policy, block_size, budget, baseline):
-    """K/V given up and computed again, in other blocks and other chunks, is the same K/V."""
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preemption(policy, block_size, budget, prefix_cache, baseline):
+    """K/V given up and found or computed again, in other blocks and other chunks, is the same K/V."""
     blocks = -(-80 // block_size) + 2
     outputs, steps = run(
         baseline,
@@ -138,9 +139,11 @@ def test_preemption(policy, block_size, budget, baseline):
         max_model_len=80,
         pool_size=blocks,
         max_num_batched_tokens=budget,
+        prefix_cache=prefix_cache,
     )
     assert sum(s.num_preempted for s in steps) == sum(output.num_preemptions for output in outputs) > 0
-    assert sum(s.num_recomputed_tokens for s in steps) > 0
+    assert sum(s.num_recomputed_tokens + s.prefix_hit_tokens for s in steps) > 0
+    assert prefix_cache or not sum(s.prefix_hit_tokens for s in steps)
 
 
 def test_preemption_just_after_a_block_began(baseline):
@@ -174,7 +177,7 @@ def test_a_pool_barely_over_one_request(policy):
     assert [output.token_ids for output in outputs] == [output.token_ids for output in roomy]
     assert sum(output.num_preemptions for output in roomy) == 0
     assert sum(output.num_preemptions for output in outputs) == sum(s.num_preempted for s in steps) > 0
-    assert all(s.blocks_used + s.blocks_free == 17 for s in steps)
+    assert all(s.blocks_used + s.blocks_cached + s.blocks_free == 17 for s in steps)
 
 
 FRESH = """

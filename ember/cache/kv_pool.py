@@ -88,6 +88,12 @@ class KVLayer:
             v = v * self.v_scale[blocks, :, offsets][..., None]
         return k, v
 
+    def copy_block(self, source: int, destination: int) -> None:
+        """Overwrite a block with another one."""
+        for tensor in (self.k, self.v, self.k_scale, self.v_scale):
+            if len(tensor):  # scales are empty but in int8
+                tensor[destination] = tensor[source]
+
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Vectors [..., n] as int8 and a scale [...] each: x is about int8 * scale."""
@@ -103,6 +109,11 @@ class KVPool:
         self.shape = shape
         self.num_blocks = num_blocks
         self.layers = [KVLayer(shape, num_blocks, device) for _ in range(shape.n_layer)]
+
+    def copy_block(self, source: int, destination: int) -> None:
+        """Overwrite a block with another one, in all layers."""
+        for layer in self.layers:
+            layer.copy_block(source, destination)
 
 
 def num_blocks_for(

@@ -19,6 +19,8 @@ class ScheduledSequence:
 
         token_ids     ... t7 t8 t9 | p10 p11 p12     num_new_tokens 4, start 9
         drawn from                t9  p10 p11 p12    num_logits 4
+
+    `copies` are blocks (source, destination) to copy before anything is written.
     """
 
     sequence: Sequence
@@ -29,6 +31,7 @@ class ScheduledSequence:
     num_logits: int
     proposed: list[int] = field(default_factory=list)
     num_accepted: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
     def propose(self, tokens: list[int]) -> None:
         """Compute these too, and their logits."""
@@ -47,13 +50,16 @@ class ScheduledSequence:
 class SchedulerOutput:
     """What runs in a step, and what the scheduler did to get there.
 
-    `preempted` are sequences put back to wait; `num_tokens` counts the new tokens of all scheduled ones.
+    `preempted` are sequences put back to wait; `num_tokens` counts the new tokens of all scheduled ones,
+    `prefix_hit_tokens` those that admitted ones found in the pool.
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
     num_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_evicted_blocks: int = 0
 
     def add(self, scheduled: ScheduledSequence) -> None:
         """Add one sequence's share."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from time import perf_counter
 from typing import Protocol
 
@@ -81,7 +81,7 @@ class Engine:
         logits, failed = self._compute(plan.scheduled)
         computed = perf_counter()
         stats = self._stats(plan)
-        _advance(plan.scheduled)
+        _advance(s for s in plan.scheduled if s.sequence not in failed)
         out = StepOutput([], [], stats)
         for sequence, error in failed.items():
             self._take(sequence, error, out, on_token)
@@ -163,7 +163,9 @@ class Engine:
     def _stats(self, plan: SchedulerOutput) -> StepStats:
         """Count the step while its sequences still hold their blocks."""
         blocks, running = self.scheduler.blocks, self.scheduler.running
-        live = sum(s.num_computed_tokens for s in running) + sum(s.num_new_tokens for s in plan.scheduled)
+        counts = {s.request_id: s.num_computed_tokens for s in running}
+        counts.update((s.sequence.request_id, s.start + s.num_new_tokens) for s in plan.scheduled)
+        live = blocks.live_tokens(counts)
         stats = StepStats(
             step=self._num_steps,
             num_running=len(running),
@@ -175,6 +177,8 @@ class Engine:
             blocks_free=blocks.num_free,
             kv_tokens=live,
             kv_utilization=live / (blocks.num_used * blocks.block_size) if blocks.num_used else 0.0,
+            prefix_hit_tokens=plan.prefix_hit_tokens,
+            num_evicted_blocks=plan.num_evicted_blocks,
         )
         for scheduled in plan.scheduled:
             _count(scheduled, stats)
@@ -218,9 +222,9 @@ def _count(scheduled: ScheduledSequence, stats: StepStats) -> None:
     stats.num_proposed_tokens += len(scheduled.proposed)
 
 
-def _advance(plan: list[ScheduledSequence]) -> None:
+def _advance(scheduled: Iterable[ScheduledSequence]) -> None:
     """Count what is computed, but for proposed tokens: those are counted when they are accepted."""
-    for s in plan:
+    for s in scheduled:
         _set_computed(s.sequence, s.start + s.num_new_tokens - len(s.proposed))
 
 

@@ -32,6 +32,8 @@ class ModelRunner:
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order."""
         block_size = self.pool.shape.block_size
+        for source, destination in (copy for s in scheduled for copy in s.copies):
+            self.pool.copy_block(source, destination)
         input_ids, positions, metadata = _pack(scheduled, block_size, self.device)
         self.attention.prepare(metadata)
         hidden = self.model.forward(input_ids, positions, self.pool.layers, self.attention)

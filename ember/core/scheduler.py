@@ -1,16 +1,17 @@
 """Who runs in the next step: queues, admission, the token budget, preemption.
 
-Tokens are counted, not phases: a step gives each sequence some of the tokens that are not computed yet. Sequences
-run in order of arrival, and `running` followed by `waiting` is always in that order: the youngest is preempted
-first and returns to the front of the line.
+Tokens are counted, not phases: a step gives each sequence some of the tokens that are not computed yet. Both queues
+are in order of arrival. A prefix hit, a chunk and recompute after a preemption are the same thing with other numbers.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
 from ember.cache.block_manager import BlockManager
+from ember.cache.prefix_cache import PrefixHit
 from ember.core.batch import ScheduledSequence, SchedulerOutput
 from ember.core.sequence import Sequence, SequenceStatus
 from ember.core.speculation import NgramProposer
@@ -42,14 +43,18 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._batch_open = True
+        self._num_added = 0
 
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence at the end of the line."""
+        sequence.order = self._num_added
+        self._num_added += 1
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its blocks."""
+        """Take a sequence out, wherever it is, and free its blocks; what it computed others may reuse."""
         if sequence.status is SequenceStatus.RUNNING:
+            self._publish(sequence)
             self.running.remove(sequence)
         elif sequence.status is not SequenceStatus.FINISHED:
             self.waiting.remove(sequence)
@@ -59,6 +64,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens within the budget; empty only when there is nothing to do."""
         out = SchedulerOutput()
+        evicted = self.blocks.num_evicted
+        for sequence in self.running:
+            self._publish(sequence)
+        self._choose(out)
+        out.num_evicted_blocks = self.blocks.num_evicted - evicted
+        return out
+
+    def _choose(self, out: SchedulerOutput) -> None:
         if self.policy == "mixed":
             self._run(self.running, out)
             self._admit(out)
@@ -70,7 +83,9 @@ class Scheduler:
                 self._run(self.running, out)
         if self.proposer is not None:
             self._speculate(self.proposer, out)
-        return out
+
+    def _publish(self, sequence: Sequence) -> None:
+        self.blocks.publish(sequence.request_id, sequence.token_ids, sequence.num_computed_tokens)
 
     def settle(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Learn from a step that is done, and give back the blocks of proposed tokens that were not kept."""
@@ -83,11 +98,11 @@ class Scheduler:
         """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
         for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1]:
             end, sequence = s.start + 1, s.sequence
-            room = (len(s.block_table) + self.blocks.num_free) * self.blocks.block_size - end
+            room = (len(s.block_table) + self.blocks.num_available) * self.blocks.block_size - end
             left = sequence.max_tokens - sequence.num_output_tokens - 1
             most = min(self.max_num_batched_tokens - out.num_tokens, left, room)
             tokens = proposer.propose(sequence, most, len(self.running))
-            if tokens and self.blocks.grow(sequence.request_id, end + len(tokens)):
+            if tokens and self.blocks.grow(sequence.request_id, end + len(tokens)) is not None:
                 s.propose(tokens)
                 out.num_tokens += len(tokens)
 
@@ -100,50 +115,92 @@ class Scheduler:
                 self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), out)
 
     def _schedule(self, sequence: Sequence, num_new_tokens: int, out: SchedulerOutput) -> None:
-        """Give a running sequence its tokens, preempting younger ones (or in the end itself) for room."""
+        """Give a running sequence its tokens, preempting others (or in the end itself) for room."""
         start = sequence.num_computed_tokens
-        while not self.blocks.grow(sequence.request_id, start + num_new_tokens):
-            victim = self.running[-1]
+        while (copies := self.blocks.grow(sequence.request_id, start + num_new_tokens, start)) is None:
+            victim = self._victim(sequence)
             self._preempt(victim, out)
             if victim is sequence:
                 return
         table = self.blocks.block_table(sequence.request_id)
         samples = start + num_new_tokens == sequence.num_tokens
-        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples, int(samples)))
+        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples, int(samples), copies=copies))
+
+    def _victim(self, sequence: Sequence) -> Sequence:
+        """Who gives up its blocks for a sequence: of itself and those after it, whoever loses least; then the youngest.
+
+        Never the oldest of all, which so comes to its end; nor one before the sequence, which may be in the step
+        already; nor one that holds no block of its own, which would gain nothing.
+        """
+        candidates = self.running[self.running.index(sequence) :]
+        useful = [s for s in candidates[::-1] if s is not self.running[0] and self.blocks.num_own(s.request_id)]
+        return min(useful, key=self._cost_of_preempting, default=sequence)
+
+    def _cost_of_preempting(self, sequence: Sequence) -> int:
+        """Tokens that would have to be computed again."""
+        return sequence.num_computed_tokens - self.blocks.num_kept_tokens(sequence.request_id)
 
     def _admit(self, out: SchedulerOutput) -> None:
+        """Start sequences in order of arrival while there is room.
+
+        One whose next block another is computing right now steps aside until that block can be reused. It can't
+        starve: whoever shares that block is behind it or waits too, and once nobody computes it, nobody passes.
+        """
         if not self.running and self.waiting and self.waiting[0].status is SequenceStatus.WAITING:
             self._batch_open = True
-        while self.waiting and self._has_room(self.waiting[0], out):
+        aside: list[Sequence] = []
+        while self.waiting and len(aside) < self.max_num_seqs and self._may_start(self.waiting[0], out):
             sequence = self.waiting.popleft()
-            sequence.status = SequenceStatus.RUNNING
-            self.running.append(sequence)
-            out.admitted.append(sequence)
-            budget = self.max_num_batched_tokens - out.num_tokens
-            self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), out)
+            hit = self.blocks.lookup(sequence.request_id, sequence.token_ids)
+            if not hit.pending and self._has_room(sequence, hit, out):
+                self._start(sequence, hit, out)
+                continue
+            aside.append(sequence)
+            if not hit.pending:
+                break
+        self.waiting.extendleft(reversed(aside))
 
-    def _has_room(self, sequence: Sequence, out: SchedulerOutput) -> bool:
-        """Whether a waiting sequence may start now.
-
-        Its tokens must fit with one block to spare for each running sequence, and nothing was preempted in this
-        step: else it would soon be thrown out again, its prefill wasted. Alone it always fits.
-        """
+    def _start(self, sequence: Sequence, hit: PrefixHit, out: SchedulerOutput) -> None:
+        found = self.blocks.reuse(sequence.request_id, sequence.token_ids, hit)
+        if sequence.status is SequenceStatus.WAITING:
+            sequence.num_cached_tokens = found
+        sequence.num_computed_tokens = found
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=_order)
+        out.admitted.append(sequence)
+        out.prefix_hit_tokens += found
         budget = self.max_num_batched_tokens - out.num_tokens
-        if budget <= 0 or len(self.running) >= self.max_num_seqs or out.preempted:
+        self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), out)
+
+    def _may_start(self, sequence: Sequence, out: SchedulerOutput) -> bool:
+        """Whether the limits allow a waiting sequence to start now, whatever room it needs.
+
+        Nothing starts in a step that preempted: it would soon be thrown out again, its prefill wasted.
+        """
+        if out.num_tokens >= self.max_num_batched_tokens or len(self.running) >= self.max_num_seqs or out.preempted:
             return False
-        if self.policy == "static" and not self._batch_open and sequence.status is SequenceStatus.WAITING:
+        return self.policy != "static" or self._batch_open or sequence.status is not SequenceStatus.WAITING
+
+    def _has_room(self, sequence: Sequence, hit: PrefixHit, out: SchedulerOutput) -> bool:
+        """Whether what a hit leaves of a sequence fits the pool, with one block to spare for each running sequence.
+
+        Else it would soon be thrown out again. Alone it always fits.
+        """
+        left = sequence.num_tokens - len(hit.blocks) * self.blocks.block_size
+        if self.policy != "mixed" and out.scheduled and left > self.max_num_batched_tokens - out.num_tokens:
             return False
-        if self.policy != "mixed" and out.scheduled and sequence.num_uncomputed_tokens > budget:
-            return False
-        needed = self.blocks.blocks_for(sequence.num_tokens)
-        return not self.running or needed + len(self.running) <= self.blocks.num_free
+        return not self.running or self.blocks.has_room(hit, sequence.num_tokens, spare=len(self.running))
 
     def _preempt(self, sequence: Sequence, out: SchedulerOutput) -> None:
-        """Give up a sequence's K/V, keep its tokens, put it back to the front of the line."""
+        """Give up a sequence's K/V, keep its tokens, put it back to its place in the line."""
         self.running.remove(sequence)
         self.blocks.free(sequence.request_id)
         sequence.status = SequenceStatus.PREEMPTED
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_order)
         out.preempted.append(sequence)
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

@@ -32,8 +32,8 @@ class Sequence:
     """Tokens and counters of one request. `token_ids` is the prompt followed by the output.
 
     `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
-    when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`.
-    `drafting` is speculation's.
+    when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`. `order` numbers arrivals;
+    `num_cached_tokens` is what of the prompt was in the pool when it was first admitted. `drafting` is speculation's.
     """
 
     request_id: int
@@ -42,6 +42,7 @@ class Sequence:
     seed: int
     max_tokens: int
     sample_index: int = 0
+    order: int = 0
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0

@@ -10,8 +10,9 @@ class StepStats:
     """Counts, times (seconds; `start_s` since the engine was made) and pool use of one step.
 
     Block counts are taken while the step runs, before what it finished is freed. `kv_tokens` counts each live
-    token slot once; `kv_utilization` is its share of the slots in used blocks. Of the decode tokens
-    `num_proposed_tokens` were proposed by speculation, of which `num_accepted_tokens` were kept.
+    token slot once; `kv_utilization` is its share of the slots in used blocks. `prefix_hit_tokens` are those that
+    sequences admitted in this step found in the pool, `num_evicted_blocks` the reusable blocks given up for room. Of
+    the decode tokens `num_proposed_tokens` were proposed by speculation, of which `num_accepted_tokens` were kept.
     """
 
     step: int
@@ -37,3 +38,4 @@ class StepStats:
     prefix_hit_tokens: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_evicted_blocks: int = 0

@@ -12,6 +12,7 @@ from typing import Any
 from ember.attention.base import make_backend
 from ember.cache.block_manager import BlockManager
 from ember.cache.kv_pool import KVPool
+from ember.cache.prefix_cache import PrefixCache
 from ember.config import EngineConfig, ModelConfig
 from ember.core.batch import StepOutput
 from ember.core.engine import Engine
@@ -71,7 +72,7 @@ class LLM:
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
         runner = ModelRunner(network, pool, make_backend(plan.attention, plan.kv_shape.dtype), plan.device)
         scheduler = Scheduler(
-            BlockManager(plan.num_blocks, config.block_size),
+            BlockManager(plan.num_blocks, config.block_size, _prefix_cache(plan)),
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -164,10 +165,21 @@ class LLM:
         running = [self.engine.abort(s.request_id) for s in list(self.engine.scheduler.running)]
         return self._discard(running + self.engine.abort_waiting())
 
+    def reset_prefix_cache(self) -> None:
+        """Forget the K/V of all earlier prompts and outputs, as if the model were just loaded."""
+        self.engine.scheduler.blocks.clear_cache()
+
     def _discard(self, sequences: list[Sequence]) -> int:
         for sequence in sequences:
             self._outputs.discard(sequence.request_id)
         return len(sequences)
+
+
+def _prefix_cache(plan: EnginePlan) -> PrefixCache | None:
+    if not plan.config.prefix_cache:
+        return None
+    seed = f"{plan.folder.path} {plan.dtype_name} {plan.config.weights} {plan.kv_dtype_name} {plan.attention}"
+    return PrefixCache(plan.config.block_size, seed.encode())
 
 
 def _check_names(settings: Iterable[str]) -> None:

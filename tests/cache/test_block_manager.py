@@ -31,7 +31,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         old = self.tables.get(request_id, [])
         free = self.blocks.num_free
         missing = self._needed(wanted) - len(old)
-        granted = self.blocks.grow(request_id, wanted)
+        granted = self.blocks.grow(request_id, wanted) is not None
         assert granted == (missing <= free)
         if granted:
             self.tokens[request_id] = wanted
@@ -68,11 +68,11 @@ TestBlockManager = BlockManagerMachine.TestCase
 def test_refused_grow_takes_nothing():
     """A grow that is one block short must not keep the blocks it could get: they would be lost to all."""
     blocks = BlockManager(3, 2)
-    assert blocks.grow(0, 2)
-    assert not blocks.grow(1, 5)
+    assert blocks.grow(0, 2) is not None
+    assert blocks.grow(1, 5) is None
     assert blocks.num_free == 2
-    assert blocks.grow(1, 4)
-    assert not blocks.grow(0, 3)
+    assert blocks.grow(1, 4) is not None
+    assert blocks.grow(0, 3) is None
     assert len(blocks.block_table(0)) == 1
     blocks.check_integrity()
 
@@ -87,18 +87,18 @@ def test_growing_within_the_last_block_takes_none():
     """A decode step inside a block must cost no block."""
     blocks = BlockManager(2, 4)
     for tokens in range(1, 5):
-        assert blocks.grow(7, tokens)
+        assert blocks.grow(7, tokens) is not None
         assert blocks.num_used == 1
-    assert blocks.grow(7, 5)
+    assert blocks.grow(7, 5) is not None
     assert blocks.num_used == 2
-    assert not blocks.grow(7, 9)
+    assert blocks.grow(7, 9) is None
 
 
 def test_growing_to_fewer_tokens_keeps_the_table():
     """A table is append-only: asking for less than it holds must neither shrink it nor fail."""
     blocks = BlockManager(3, 2)
-    assert blocks.grow(0, 6)
-    assert blocks.grow(0, 1)
+    assert blocks.grow(0, 6) is not None
+    assert blocks.grow(0, 1) is not None
     assert len(blocks.block_table(0)) == 3
     blocks.check_integrity()
 

@@ -71,6 +71,7 @@ DESIGN_STEPS = [
     "prefix_hit_tokens",
     "num_proposed_tokens",
     "num_accepted_tokens",
+    "num_evicted_blocks",
 ]
 
 
