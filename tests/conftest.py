@@ -19,6 +19,7 @@ EXPECTED_SKIPS = (
     "needs root",
     "needs the launcher",
     "needs the serve extra",
+    "needs Chromium",
 )
 HERE = "EMBER_TESTS_HERE"
 """An environment variable: expected skips, separated by commas, that this run is not to have."""

@@ -42,6 +42,8 @@ LEVELS = {
     "ember.job": 9,
     "ember.launch": 10,
     "ember.run": 11,
+    "ember.entrypoints.inspect": 9,
+    "ember.entrypoints.report": 9,
     "ember.entrypoints.cli": 12,
 }
 """A module imports from its own level or below; a name stands for everything under it that has none of its own."""

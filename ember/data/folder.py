@@ -28,7 +28,7 @@ COMPLETIONS = "completions"
 STEPS = "steps"
 _SUMMARY_LOCK = ".lock-summary"
 _ANOTHER = "choose another output"
-_RESULTS = (COMPLETIONS, STEPS, CONFIG, ".hashes.json", "stdin.jsonl")
+_RESULTS = (COMPLETIONS, STEPS, CONFIG, ".hashes.json", "stdin.jsonl", "report")
 
 
 class OutputFolder:

@@ -14,7 +14,7 @@ from ember.data.file_kinds import shown_path
 from ember.data.manifest import MANIFEST
 
 _RESULTS = re.compile(
-    r"completions|steps|stdin\.jsonl|manifest\.json|summary(-s\d+of\d+)?\.json|old-\d{8}-\d{6}(-\d+)?"
+    r"completions|steps|report|stdin\.jsonl|manifest\.json|summary(-s\d+of\d+)?\.json|old-\d{8}-\d{6}(-\d+)?"
 )
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import ember
 from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
 
-VERBS = ("run", "serve", "export", "version")
+_OF_THEIR_OWN = ("export", "inspect", "report")
+"""Verbs with a module of their name beside this one, imported when it is asked for."""
+VERBS = ("run", "serve", *_OF_THEIR_OWN, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,14 +29,13 @@ def _run(words: list[str]) -> int:
     if verb == "version":
         print(f"ember {ember.__version__}")
         return CLEAN
-    if verb == "export":
-        from ember.entrypoints.export import main as export
-
-        return export(words)
     if verb == "serve":
         from ember.entrypoints.serve import serve
 
         return serve(words)
+    if verb in _OF_THEIR_OWN:
+        module = import_module(f"ember.entrypoints.{verb}")
+        return int(module.main(words))
     if verb != "run":
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "

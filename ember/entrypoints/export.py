@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
+from ember.entrypoints.verb import VerbParser
 from ember.errors import UserError
 
 CLEAN, MISTAKE = 0, 2
@@ -31,13 +30,8 @@ def main(argv: Sequence[str]) -> int:
     return CLEAN
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"export: {message} (see ember export --help)")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="ember export", description=_DESCRIPTION)
+def _parser() -> VerbParser:
+    parser = VerbParser(prog="ember export", description=_DESCRIPTION)
     parser.add_argument("output", metavar="OUTPUT", help="the output of a job: a folder or a URL")
     parser.add_argument("--to", required=True, metavar="FILE", help="a local file; its ending says the format")
     parser.add_argument("--format", choices=("jsonl", "parquet", "csv", "openai_batch"), help="instead of the ending's")

@@ -1,0 +1,24 @@
+"""The verb `ember report OUTPUT|SWEEP`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ember.entrypoints.verb import VerbParser, spoken
+
+_DESCRIPTION = "Write a page (report/report.html) and pictures of what a job did; of a sweep, which setting is best."
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `ember report` with these words; returns the exit code. Mistakes are one line on stderr."""
+    return spoken(lambda: _report(argv))
+
+
+def _report(argv: Sequence[str]) -> None:
+    parser = VerbParser(prog="ember report", description=_DESCRIPTION)
+    parser.add_argument("output", metavar="OUTPUT", help="the output of a job, or the folder of a sweep; or a URL")
+    parser.add_argument("--to", metavar="FOLDER", help="where to write; by default the folder `report` in OUTPUT")
+    words = parser.parse_args(list(argv))
+    from ember.report.job_report import report_job  # pyarrow is slow to import
+
+    print(report_job(words.output, words.to))
