@@ -21,6 +21,7 @@ from ember.core.model_runner import ModelRunner
 from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import Sequence
+from ember.model.decoder import Spelling
 from ember.model.gpt2 import GPT2
 from ember.sampling_params import SamplingParams
 
@@ -141,6 +142,8 @@ def advance(plan: SchedulerOutput):
 
 class FakeTokenizer:
     """Token ids that stand for given bytes; id -> the letter `a` + id where nothing is given."""
+
+    spelling = Spelling()
 
     def __init__(self, pieces=None):
         self.pieces = pieces or {}

@@ -1,12 +1,11 @@
-"""Token ids to text, a token at a time: incremental decoding, stop strings, and the result of a request."""
+"""The text of requests as their tokens come, stop strings, and the result of a request."""
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from ember.core.sequence import FinishReason, Sequence
+from ember.model.decoder import IncrementalDecoder, TokenBytes
 
 
 @dataclass(slots=True)
@@ -42,30 +41,6 @@ class RequestOutput:
     latency_s: float | None = None
 
 
-class TokenBytes(Protocol):
-    """The part of a tokenizer that decoding needs."""
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for special tokens and ids beyond the vocabulary."""
-
-
-class IncrementalDecoder:
-    """UTF-8 text of a growing list of tokens; an unfinished character is held back until it is whole."""
-
-    def __init__(self, tokenizer: TokenBytes) -> None:
-        self._tokenizer = tokenizer
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self.text = ""
-
-    def push(self, token_id: int) -> None:
-        """Add one token's bytes."""
-        self.text += self._utf8.decode(self._tokenizer.token_bytes(token_id))
-
-    def finish(self) -> None:
-        """Show what was held back; half a character becomes U+FFFD."""
-        self.text += self._utf8.decode(b"", final=True)
-
-
 class OutputProcessor:
     """Text of every live request: decodes as tokens come, finds stop strings, builds the RequestOutput."""
 
@@ -76,9 +51,8 @@ class OutputProcessor:
     def add(self, sequence: Sequence, prompt: str | None) -> None:
         """Follow a request from its first token on."""
         params = sequence.params
-        self._live[sequence.request_id] = _LiveText(
-            IncrementalDecoder(self._tokenizer), prompt, params.stop, params.min_tokens
-        )
+        decoder = IncrementalDecoder(self._tokenizer, sequence.token_ids[: sequence.num_prompt_tokens])
+        self._live[sequence.request_id] = _LiveText(decoder, prompt, params.stop, params.min_tokens)
 
     def push(self, request_id: int, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if any."""

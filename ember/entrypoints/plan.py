@@ -15,6 +15,7 @@ from ember.errors import ConfigError, UserError
 from ember.model.gpt2_config import GPT2Config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
+from ember.model.tokenizer_folder import load_tokenizer
 from ember.sampling_params import SamplingParams
 from ember.threads import check_threads
 
@@ -117,7 +118,7 @@ class EnginePlan:
 
 
 def _tokenizer(folder: ModelFolder, network: GPT2Config) -> Tokenizer:
-    tokenizer = Tokenizer.from_folder(folder.path)
+    tokenizer = load_tokenizer(folder.path)
     if tokenizer.vocab_size > network.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the network only {network.vocab_size}; the folder's "

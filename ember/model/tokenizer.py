@@ -1,137 +1,83 @@
-"""Text to token ids and back: GPT-2's byte-level BPE, run by tiktoken on a model folder's own vocabulary.
+"""What the engine's surroundings ask of a tokenizer, whatever runs it: text to token ids and back.
 
-No network: tiktoken is handed the vocabulary, never a name. Ids are Hugging Face's, also where a vocabulary's ids do
-not follow its merges (tiktoken merges by rank, so it works on ranks and the ids are translated). A prompt comes from
-anyone: no text may end the process or take unbounded time (tiktoken before 0.13 is quadratic in a word's length).
+A prompt comes from anyone, so text never turns into a control token (`<|im_end|>`) by itself: only where it is allowed,
+or where a chat template, not a message, put it (see `encode_parts`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-import tiktoken
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 
 from ember.errors import UserError
-from ember.model.vocabulary import Vocabulary
-
-# GPT-2's pattern, `\s+(?!\S)|\s+` at its end, in the equivalent form that tiktoken uses because it is faster.
-_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
-_SPACE = r"\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # \s as tiktoken's regex engine has it
-LONG_RUN = 100_000
-_LONG_RUN_OF_SPACE = re.compile(rf"(?<![{_SPACE}])[{_SPACE}]{{{LONG_RUN},}}")
+from ember.model.decoder import IncrementalDecoder, Spelling
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Encodes and decodes with one vocabulary. Nothing in it changes, so threads may share it.
 
     Attributes:
         vocab_size: the highest token id, plus one (a model's may be larger: padding).
+        special: text -> id of the control tokens.
+        spelling: how the bytes of tokens make a text.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        named = {**vocabulary.special, **vocabulary.added}
-        self._named_ids: Mapping[str, int] = named
-        self._bytes = dict(vocabulary.pieces)
-        for token_id in vocabulary.special.values():
-            self._bytes.pop(token_id, None)
-        self._bytes |= {token_id: text.encode() for text, token_id in vocabulary.added.items()}
-        self.vocab_size = max((*vocabulary.pieces, *named.values()), default=-1) + 1
-        self._longest = max(map(len, (*vocabulary.pieces.values(), *(text.encode() for text in named), b".")))
-        self._find_added = _finder(vocabulary.added)
-        self._find_named = _finder(named)
-        ranks, self._ids = _ranks(vocabulary.pieces)
-        self._unknown = _add_missing_bytes(ranks, self.vocab_size)
-        self._bpe = tiktoken.Encoding("ember", pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
+    vocab_size: int
+    special: Mapping[str, int]
+    spelling: Spelling
 
-    @staticmethod
-    def from_folder(folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder; GPT-2's own if it brings none.
+    @abstractmethod
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Token ids of a text in parts: strings are plain text throughout, numbers the ids of control tokens.
 
         Raises:
-            UserError: its files are incomplete, broken or of a kind that is not supported.
+            UserError: a string holds a lone surrogate, or what the vocabulary has no token for.
         """
-        return Tokenizer(Vocabulary.from_folder(folder))
+
+    @abstractmethod
+    def split_special(self, text: str) -> list[str | int]:
+        """A text as such parts, with the ids of the control tokens that are spelt in it."""
+
+    @abstractmethod
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token; empty for special tokens and ids beyond the vocabulary."""
+
+    @abstractmethod
+    def min_tokens(self, text: str) -> int:
+        """No fewer tokens than this can spell the text; cheap, without encoding it."""
 
     def encode(self, text: str, *, allow_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; `<|endoftext|>` and its like are plain text unless allowed.
+        """Token ids of a prompt; control tokens spelt in it are plain text unless allowed.
 
         Raises:
-            UserError: the text holds a lone surrogate, or a byte that the vocabulary has no token for.
+            UserError: as `encode_parts`.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            bad = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
-            raise UserError(f"the text can't be tokenised: {bad} is not Unicode text") from None
-        find = self._find_named if allow_special_tokens else self._find_added
-        if find is None:
-            return self._encode_plain(text)
-        ids: list[int] = []
-        for i, part in enumerate(find.split(text)):
-            ids += [self._named_ids[part]] if i % 2 else self._encode_plain(part)
-        return ids
+        return self.encode_parts(self.split_special(text) if allow_special_tokens else [text])
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Text of token ids: special tokens vanish, what is not UTF-8 becomes U+FFFD."""
-        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of one token; empty for special tokens and ids beyond the vocabulary."""
-        return self._bytes.get(token_id, b"")
-
-    def min_tokens(self, text: str) -> int:
-        """No fewer tokens than this can spell the text: its bytes over the longest token's, without encoding it."""
-        return -(-len(text.encode(errors="surrogatepass")) // self._longest)
-
-    def _encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text with no special or added tokens in it."""
-        ranks = [rank for part in _parts(text) for rank in self._encode_part(part)]
-        if self._unknown and not self._unknown.keys().isdisjoint(ranks):
-            byte = next(self._unknown[rank] for rank in ranks if rank in self._unknown)
-            raise UserError(f"the text can't be tokenised: the vocabulary has no token for byte 0x{byte:02X}")
-        return ranks if self._ids is None else [self._ids[rank] for rank in ranks]
-
-    def _encode_part(self, text: str) -> list[int]:
-        try:
-            return self._bpe.encode_ordinary(text)
-        except BaseException as error:  # a panic in tiktoken's Rust is no Exception, and would end the job
-            if type(error).__name__ != "PanicException":
-                raise
-            raise UserError("the text can't be tokenised: tiktoken gave up on it") from None
+        decoder = IncrementalDecoder(self)
+        for token_id in token_ids:
+            decoder.push(token_id)
+        decoder.finish()
+        return decoder.text
 
 
-def _parts(text: str) -> list[str]:
-    """The text cut so that no part makes tiktoken overflow its stack, with the same tokens as the whole.
+def check_text(text: str) -> None:
+    """Nothing, if UTF-8 can spell the text.
 
-    `\\s+(?!\\S)` keeps a stack entry for each character of a run of spaces that a word follows, and panics at 10^6. The
-    pattern ends a token before the run's last character; cut there, the run is taken by `\\s++$`, which keeps none.
+    Raises:
+        UserError: it holds a lone surrogate.
     """
-    if len(text) < LONG_RUN:
-        return [text]
-    ends = [run.end() - 1 for run in _LONG_RUN_OF_SPACE.finditer(text) if run.end() < len(text)]
-    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        bad = f"lone surrogate U+{ord(text[error.start]):04X} at character {error.start}"
+        raise UserError(f"the text can't be tokenised: {bad} is not Unicode text") from None
 
 
-def _finder(tokens: Mapping[str, int]) -> re.Pattern[str] | None:
-    """Splits a text at tokens, the longest first, as Hugging Face does."""
+def finder(tokens: Iterable[str]) -> re.Pattern[str] | None:
+    """Splits a text at tokens, the longest first, as Hugging Face does; None if there are none."""
     texts = sorted(filter(None, tokens), key=lambda text: (-len(text), text))
     return re.compile(f"({'|'.join(map(re.escape, texts))})") if texts else None
-
-
-def _ranks(pieces: Mapping[int, bytes]) -> tuple[dict[bytes, int], list[int] | None]:
-    """Bytes -> rank, increasing with the merges, and rank -> id (None: they are the same)."""
-    ids = list(pieces)
-    merged = [token_id for token_id, piece in pieces.items() if len(piece) > 1]
-    if merged == sorted(merged):
-        return {piece: token_id for token_id, piece in pieces.items()}, None
-    return {piece: rank for rank, piece in enumerate(pieces.values())}, ids
-
-
-def _add_missing_bytes(ranks: dict[bytes, int], first: int) -> dict[int, int]:
-    """tiktoken panics at a byte without a rank: give each such byte one, from `first` on. Returns rank -> byte."""
-    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
-    unknown = {first + i: byte for i, byte in enumerate(missing)}
-    ranks.update({bytes([byte]): rank for rank, byte in unknown.items()})
-    return unknown

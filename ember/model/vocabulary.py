@@ -1,8 +1,8 @@
 """A byte-level BPE vocabulary as a model folder stores it: tokens, their ids, the order of the merges.
 
-Read from `vocab.json` + `merges.txt`, else from `tokenizer.json` (all that recent transformers save), else GPT-2's own
+Read from `tokenizer.json` (all that recent transformers save), else from `vocab.json` + `merges.txt`, else GPT-2's own
 from `gpt2_bpe/`. What would make ids differ from Hugging Face's (another kind of tokenizer, a prefix space, automatic
-BOS) is refused by name.
+BOS) is refused by name, or is left to the `tokenizers` library where there is a tokenizer.json (see `is_plain`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ember.model.json_file import read_json_object, show
 
 GPT2_BPE = Path(__file__).parent / "gpt2_bpe"
 MAX_ID = 2**24
+_CHANGES_IDS = ("add_prefix_space", "add_bos_token", "add_eos_token")
+_RULES = ("lstrip", "rstrip", "single_word")
 _OTHER_KINDS = ("vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 
 
@@ -68,7 +70,7 @@ class Vocabulary:
 def _settings(path: Path) -> Mapping[str, Any]:
     """tokenizer_config.json, checked for what would change the ids."""
     settings = read_json_object(path) if path.exists() else {}
-    for key in ("add_prefix_space", "add_bos_token", "add_eos_token"):
+    for key in _CHANGES_IDS:
         if settings.get(key):
             raise UserError(f"{path}: {key}={show(settings[key])} is not supported; ember tokenises text as it stands")
     kind = settings.get("tokenizer_class") or TOKENIZERS[0]
@@ -81,6 +83,8 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 def _from_files(folder: Path) -> Vocabulary:
     vocab, merges, both = folder / "vocab.json", folder / "merges.txt", folder / "tokenizer.json"
+    if both.exists():
+        return _tokenizer_json(read_json_object(both), both)
     if vocab.exists() != merges.exists():
         there, absent = (vocab, merges) if vocab.exists() else (merges, vocab)
         raise UserError(
@@ -88,11 +92,12 @@ def _from_files(folder: Path) -> Vocabulary:
         )
     if vocab.exists():
         return _build(read_json_object(vocab), _merges_txt(merges), vocab)
-    if both.exists():
-        return _tokenizer_json(read_json_object(both), both)
     for name in _OTHER_KINDS:
         if (folder / name).exists():
-            raise UserError(f"{folder}: {name} is a tokenizer of a kind that is not supported; byte-level BPE is")
+            raise UserError(
+                f"{folder}: {name} is a tokenizer of a kind that is not supported; a tokenizer.json is (transformers' "
+                "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes one)"
+            )
     return _build(read_json_object(GPT2_BPE / "vocab.json"), _merges_txt(GPT2_BPE / "merges.txt"), GPT2_BPE)
 
 
@@ -105,8 +110,20 @@ def _merges_txt(path: Path) -> list[list[str]]:
     return _pairs([line.split(" ") for line in lines if line and not line.startswith("#version")], path)
 
 
-def _tokenizer_json(data: Mapping[str, Any], path: Path) -> Vocabulary:
-    """The `tokenizers` library's file, if all that it does is GPT-2's byte-level BPE."""
+def is_plain(data: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json, with its tokenizer_config.json, is GPT-2's byte-level BPE and nothing more."""
+    listed = settings.get("added_tokens_decoder")
+    added = [data.get("added_tokens"), list(listed.values()) if isinstance(listed, dict) else None]
+    entries = [entry for some in added if isinstance(some, list) for entry in some if isinstance(entry, dict)]
+    return (
+        _beyond_plain(data) is None
+        and not any(settings.get(key) for key in _CHANGES_IDS)
+        and not any(entry.get(key) for entry in entries for key in _RULES)
+    )
+
+
+def _beyond_plain(data: Mapping[str, Any]) -> str | None:
+    """The key of a tokenizer.json that asks for more than GPT-2's byte-level BPE."""
     model, before = _object(data.get("model")), _object(data.get("pre_tokenizer"))
     after = _object(data.get("post_processor"))
     checks = {
@@ -118,9 +135,14 @@ def _tokenizer_json(data: Mapping[str, Any], path: Path) -> Vocabulary:
         **{key: not model.get(key) for key in ("byte_fallback", "ignore_merges", "dropout", "end_of_word_suffix")},
         "continuing_subword_prefix": not model.get("continuing_subword_prefix"),
     }
-    for key, is_fine in checks.items():
-        if not is_fine:
-            raise UserError(f"{path}: its {key} is not supported; only GPT-2's plain byte-level BPE is")
+    return next((key for key, is_fine in checks.items() if not is_fine), None)
+
+
+def _tokenizer_json(data: Mapping[str, Any], path: Path) -> Vocabulary:
+    """The `tokenizers` library's file, if all that it does is GPT-2's byte-level BPE."""
+    if key := _beyond_plain(data):
+        raise UserError(f"{path}: its {key} is not supported here; only GPT-2's plain byte-level BPE is")
+    model = _object(data.get("model"))
     vocab, merges, added = model.get("vocab"), model.get("merges"), data.get("added_tokens") or []
     if not isinstance(vocab, dict) or not isinstance(merges, list) or not isinstance(added, list):
         raise UserError(f"{path}: model.vocab must be an object, model.merges and added_tokens lists")
@@ -179,7 +201,7 @@ def _added_token(entry: Any, source: Path) -> tuple[str, int, bool]:
         raise UserError(f"{source}: an added token must be an object with id and content, not {show(entry)}")
     _check_text(entry["content"], source)
     _check_ids({entry["content"]: entry.get("id")}, source)
-    for key in ("lstrip", "rstrip", "single_word"):
+    for key in _RULES:
         if entry.get(key):
             raise UserError(f"{source}: the added token {show(entry['content'])} has {key}, which is not supported")
     return entry["content"], entry["id"], bool(entry.get("special"))
