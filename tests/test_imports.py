@@ -123,6 +123,7 @@ def test_every_module_imports_with_the_base_dependencies() -> None:
         "pytest",
         "hypothesis",
         "transformers",
+        "tokenizers",
         "triton",
         "ray",
         "fastapi",

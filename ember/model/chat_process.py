@@ -1,0 +1,97 @@
+"""The process that renders a chat template (see `chat_worker`): started when first needed, replaced when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ember.errors import UserError
+
+_WORKER = Path(__file__).with_name("chat_worker.py")
+
+
+class ChatProcess:
+    """Asks one worker at a time; threads take turns.
+
+    Args:
+        source: the template.
+        now: the ISO date that it may be told, or None.
+    """
+
+    def __init__(self, source: str, now: str | None) -> None:
+        self._setup = {"source": source, "now": now}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._pid = 0
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """The text of a template with these variables.
+
+        Raises:
+            UserError: the template is none, refuses the variables, fails, or takes more time or memory than any should.
+        """
+        with self._lock:
+            if self._process is None or self._pid != os.getpid():  # a forked process must not share its parent's pipes
+                self._start()
+            return self._ask(variables)
+
+    def close(self) -> None:
+        """End the worker, if there is one."""
+        if self._process is not None and self._pid == os.getpid():
+            _end(self._process)
+        self._process = None
+
+    def _start(self) -> None:
+        if find_spec("jinja2") is None:
+            raise UserError("chat templates need the package jinja2; pip install 'ember-batch[hf]'")
+        path = os.pathsep.join(sys.path)
+        self._process, self._pid = (
+            subprocess.Popen(
+                [sys.executable, "-P", str(_WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},
+                start_new_session=True,  # Ctrl-C is for the job, which finishes its rows
+            ),
+            os.getpid(),
+        )
+        weakref.finalize(self, _end, self._process)
+        self._ask(self._setup)
+
+    def _ask(self, question: dict[str, Any]) -> str:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except OSError:
+            answer = ""
+        if not answer:
+            self.close()
+            raise UserError("the chat template ran longer, or took more memory, than any should")
+        reply = json.loads(answer)
+        if "error" in reply:
+            if question is self._setup:
+                self.close()
+            raise UserError(f"the chat template says: {reply['error']}")
+        return str(reply["text"])
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was still to be written
+                pipe.close()

@@ -1,0 +1,96 @@
+"""Conversations to prompts, with a model's own Jinja chat template, as transformers' `apply_chat_template` does it.
+
+The template's control tokens become their ids; the same text in a message stays text. A conversation that ends with a
+message of the assistant's is left open there, so that the completion goes on with it; any other ends with the
+template's own beginning of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ember.errors import UserError
+from ember.model.chat_process import ChatProcess
+from ember.model.content_marks import NONCHARACTERS, ContentMarks
+from ember.model.conversation import Conversation
+from ember.model.tokenizer import Tokenizer
+from ember.model.tokenizer_settings import TokenizerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A rendered conversation: its text, and the ids of the tokens."""
+
+    text: str
+    token_ids: list[int]
+
+
+class ChatTemplate:
+    """One model's chat template.
+
+    Args:
+        source: Jinja.
+        kwargs: further variables for it (`enable_thinking=False`).
+        now: an ISO date for `strftime_now`; None: the template has no such function.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        tokenizer: Tokenizer,
+        settings: TokenizerSettings,
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        now: str | None = None,
+    ) -> None:
+        self.source = source
+        self._tokenizer = tokenizer
+        self._marks = ContentMarks(tokenizer.special)
+        self._variables = {"tools": None, "documents": None, **settings.named, **(kwargs or {})}
+        if settings.extra:
+            self._variables.setdefault("additional_special_tokens", list(settings.extra))
+        self._process = ChatProcess(source, now)
+        eos = tokenizer.special.get(settings.named.get("eos_token", ""))
+        self.stop_ids = frozenset() if eos is None else frozenset([eos])
+
+    def render(self, conversation: Conversation) -> ChatPrompt:
+        """The prompt of a conversation.
+
+        Raises:
+            UserError: the template fails or refuses the messages, or drops the one that is to be continued.
+        """
+        mark, end = self._unused(conversation)
+        messages = [{**self._marks.put(m, mark), "role": m["role"]} for m in conversation.messages]
+        if conversation.continues:
+            messages[-1]["content"] = _open_end(messages[-1], end)
+        variables = {"messages": messages, "add_generation_prompt": not conversation.continues}
+        text = self._process.render({**self._variables, **variables})
+        if conversation.continues:
+            text = _cut(text, end)
+        parts = [p.replace(mark, "") if isinstance(p, str) else p for p in self._tokenizer.split_special(text)]
+        return ChatPrompt(text.replace(mark, ""), self._tokenizer.encode_parts(parts))
+
+    def _unused(self, conversation: Conversation) -> tuple[str, str]:
+        """Two code points that occur nowhere in the conversation."""
+        text = repr(conversation.messages) + self.source
+        free = [char for char in NONCHARACTERS if char not in text and f"\\u{ord(char):x}" not in text]
+        if len(free) < 2:
+            raise UserError("the messages hold nearly all of U+FDD0 to U+FDEF, which are no characters")
+        return free[0], free[1]
+
+
+def _open_end(message: Mapping[str, Any], end: str) -> str:
+    """The content with its end marked; the space after the mark tells whether the template keeps spaces there."""
+    if not message["content"]:
+        raise UserError("the last message is the assistant's and has no text to continue")
+    return f"{message['content']}{end} "
+
+
+def _cut(text: str, end: str) -> str:
+    """The rendered text up to the end of the last message, without the space there if the template strips it."""
+    at = text.rfind(end)
+    if at < 0:
+        raise UserError("the chat template drops the last message, the assistant's, so it can't be continued")
+    return text[:at] if text.startswith(f"{end} ", at) else text[:at].rstrip()
