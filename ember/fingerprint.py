@@ -10,7 +10,7 @@ from ember.config import JobConfig
 from ember.data.hashes import FileHashes
 from ember.entrypoints.plan import EnginePlan
 
-RESULT_VERSION = 2
+RESULT_VERSION = 3
 """Goes up when the same settings would give other tokens or other rows."""
 
 MODEL_FILES = ("*.safetensors", "*.json", "merges.txt")

@@ -11,7 +11,7 @@ from pathlib import Path
 LOAD = """
 import numba
 from ember.attention import cpu_kernel
-from ember.model import row_kernel
+from ember.model import linear_kernel
 print(numba.config.CACHE_DIR)
 """
 

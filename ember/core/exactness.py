@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ember.errors import ConfigError
-from ember.model.linear import has_packed, packed_rows_hold
+from ember.model.linear import has_packed
 
 
 def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attention: str) -> str | None:
@@ -20,13 +20,11 @@ def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attent
         return f"PyTorch's matrix products on {device.type} in {name} sum in an order that follows the batch"
     if attention != "cpu":
         return f"attention={attention} sums in an order that follows the batch"
-    if weights == "fp16":
-        from ember.model.quantized import fp16_rows_hold
-
-        return None if fp16_rows_hold() else "on this processor sums over fp16 weights follow the batch"
-    if weights == "auto" and not has_packed(device, dtype):
-        return "this PyTorch lacks oneDNN's packed linear, and its own sums in an order that follows the batch"
-    return None if weights != "auto" or packed_rows_hold() else "on this processor oneDNN's sums follow the batch"
+    if weights != "int8" and not has_packed(device, dtype):
+        return (
+            "this processor has no fused multiply-add, and PyTorch's own linears sum in an order that follows the batch"
+        )
+    return None
 
 
 def require_exact(asked: str, why_not: str | None) -> None:

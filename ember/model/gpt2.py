@@ -45,15 +45,17 @@ class Attention:
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= index + 1
 
-    def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
-        """[T, n_embd] to [T, n_embd]; the backend stores K/V in the layer's blocks."""
+    def __call__(
+        self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend, more: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd], plus `more`; the backend stores K/V in the layer's blocks."""
         c = self.config
         kv_width = c.n_kv_head * c.head_dim
         q, k, v = torch.split(self.c_attn(x), [c.n_embd, kv_width, kv_width], dim=-1)
         q = q.reshape(-1, c.n_head, c.head_dim)
         k, v = (t.reshape(-1, c.n_kv_head, c.head_dim) for t in (k, v))
         out = attention.forward(q, k, v, layer, self.scale)
-        return self.c_proj(out.reshape(-1, c.n_embd))
+        return self.c_proj(out.reshape(-1, c.n_embd), more)
 
 
 class MLP:
@@ -63,9 +65,9 @@ class MLP:
         self.c_fc = linear(f"h.{index}.mlp.c_fc", config.activation)
         self.c_proj = linear(f"h.{index}.mlp.c_proj")
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, n_embd] to [T, n_embd]."""
-        return self.c_proj(self.c_fc(x))
+    def __call__(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd], plus `more`."""
+        return self.c_proj(self.c_fc(x), more)
 
 
 class Block:
@@ -79,8 +81,8 @@ class Block:
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
-        x = x + self.attn(self.ln_1(x), layer, attention)
-        return x + self.mlp(self.ln_2(x))
+        x = self.attn(self.ln_1(x), layer, attention, x)
+        return self.mlp(self.ln_2(x), x)
 
 
 class GPT2:

@@ -1,27 +1,20 @@
-"""y = activation(x W^T + b), with a row's result independent, to the bit, of the rows beside it.
+"""y = activation(x W^T + b) + more, with a row's result independent, to the bit, of the rows beside it.
 
-On a CPU in float32 the weight is packed once for oneDNN, whose kernel gives a row the same bits at every height of the
-matrix and every number of threads; the activation follows row by row (see `row_kernel`: faster than oneDNN's own, and
-PyTorch's over a whole matrix would not keep the bits). Elsewhere PyTorch's own linear is used, which is exact within
-the dtype's rounding only. Weights of 8 and 16 bits are in `quantized`.
+On a CPU in float32 the weight is packed once for the compiled kernel (see `linear_kernel`), which holds the promise by
+construction and reads a weight from front to back, once for all rows. Elsewhere PyTorch's own linear is used, which is
+exact within the dtype's rounding only. 8-bit products are in `quantized`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn.functional import gelu, linear, relu
 
-if TYPE_CHECKING:
-    from ember.model.row_kernel import Finish
-
-PACK_ROWS = 256
-"""Matrix height that the packing is made for. Never 1: that picks another kernel, with other bits."""
-
-_HEIGHTS = (1, 2, 3, 7, 16, 33, 64, 100, 256, 300)
+from ember.model.processor import has_fused_multiply_add
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
@@ -31,62 +24,58 @@ _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+_CHUNK = 256  # rows of a weight looked at at a time
+
+
 class Linear(Protocol):
     """A linear layer with weight [out, in], bias [out] or none, and one of the activations of GPT-2's MLP."""
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] to [T, out]."""
+    def __call__(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in] to [T, out]; `more` [T, out] is added last."""
 
 
 def has_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this PyTorch has the packed linear there."""
-    if device.type != "cpu" or dtype != torch.float32 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return False
-    return all(hasattr(torch.ops.mkldnn, name) for name in ("_reorder_linear_weight", "_linear_pointwise"))
-
-
-@cache
-def packed_rows_hold() -> bool:
-    """Whether on this processor a row has the same bits at every height of the matrix; tried, not assumed."""
-    rng = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(_HEIGHTS[-1], 3072, generator=rng), torch.randn(96, 3072, generator=rng)
-    layer = PackedLinear(weight, None, "none")
-    whole = layer(x)
-    return all(torch.equal(layer(x[-height:].clone()), whole[-height:]) for height in _HEIGHTS)
+    """Whether the compiled kernel runs there."""
+    return device.type == "cpu" and dtype == torch.float32 and has_fused_multiply_add()
 
 
 def make_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none", form: str = "auto"
 ) -> Linear:
-    """The layer whose weight is kept as `form` says: `auto` (in its dtype), `int8` or `fp16`."""
-    if form == "auto":
-        if has_packed(weight.device, weight.dtype):
-            return PackedLinear(weight, bias, activation)
-        return PlainLinear(weight, bias, activation)
-    from ember.model.quantized import Fp16Linear, Int8Linear
+    """The layer whose weight is kept as `form` says: `auto` (exactly), `int8` or `fp16`."""
+    if form == "int8":
+        from ember.model.quantized import Int8Linear
 
-    low = Int8Linear if form == "int8" else Fp16Linear
-    return low(weight, bias, activation)
+        return Int8Linear(weight, bias, activation)
+    if form == "fp16":
+        return PackedLinear(weight, bias, activation, torch.float16)
+    if has_packed(weight.device, weight.dtype):
+        return PackedLinear(weight, bias, activation, narrowest(weight))
+    return PlainLinear(weight, bias, activation)
+
+
+def narrowest(weight: torch.Tensor) -> torch.dtype:
+    """16 bits if all numbers of a float32 weight fit: then half is read, and every product is the same to the bit."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(torch.equal(rows.to(dtype).float(), rows) for rows in torch.split(weight, _CHUNK)):
+            return dtype
+    return torch.float32
 
 
 class PackedLinear:
-    """oneDNN's linear on a weight packed for it: a CPU in float32."""
+    """The compiled kernel's linear: a CPU in float32, the weight kept in `dtype`: float32, float16 or bfloat16."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-        self.packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, PACK_ROWS)
-        self._finish = None if activation == "none" else _finish(bias, len(weight), activation)
-        self._bias = bias if self._finish is None else None
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, dtype: torch.dtype) -> None:
+        from ember.model.linear_kernel import ACTIVATIONS  # with numba, which a plan does without
+        from ember.model.packed_matrix import PackedMatrix
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] to [T, out]."""
-        y: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self._bias, "none", [], "")
-        return y if self._finish is None else self._finish(y)
+        self.matrix = PackedMatrix(weight, dtype)
+        self._bias = self.matrix.padded(bias)
+        self._activation = ACTIVATIONS[activation]
 
-
-def _finish(bias: torch.Tensor | None, width: int, activation: str) -> Finish:
-    from ember.model.row_kernel import Finish  # with numba, which a plan does without
-
-    return Finish(bias, width, activation)
+    def __call__(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in] to [T, out]; `more` [T, out] is added last."""
+        return self.matrix.multiply(x, self._bias, self._activation, more)
 
 
 class PlainLinear:
@@ -95,6 +84,7 @@ class PlainLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
         self._weight, self._bias, self._activation = weight, bias, _ACTIVATIONS[activation]
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, in] to [T, out]."""
-        return self._activation(linear(x, self._weight, self._bias))
+    def __call__(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
+        """[T, in] to [T, out]; `more` [T, out] is added last."""
+        y = self._activation(linear(x, self._weight, self._bias))
+        return y if more is None else more + y

@@ -33,16 +33,10 @@ def test_other_paths_say_why_they_are_not(device, dtype, attention, says):
     assert says in why_not_exact(device, dtype, "auto", attention)
 
 
-def test_a_build_without_onednn_is_not_exact(monkeypatch):
+def test_a_processor_without_fused_multiply_add_is_not_exact(monkeypatch):
     monkeypatch.setattr(exactness, "has_packed", lambda device, dtype: False)
-    assert "oneDNN" in why_not_exact(CPU, torch.float32, "auto", "cpu")
+    assert "fused multiply-add" in why_not_exact(CPU, torch.float32, "auto", "cpu")
     assert why_not_exact(CPU, torch.float32, "int8", "cpu") is None
-
-
-def test_fp16_is_tried_on_the_processor_at_hand(monkeypatch):
-    """fbgemm's own code for 1 or 2 rows at the end sums in another order; were it met, the trial must tell."""
-    monkeypatch.setattr(quantized, "FP16_ROWS", 1)
-    assert not quantized.fp16_rows_hold.__wrapped__()
 
 
 def test_require_is_refused_where_bits_are_not_promised():
@@ -60,6 +54,6 @@ def test_low_precision_weights_are_refused_in_other_dtypes(weights):
 
 
 def test_low_precision_weights_are_refused_without_fbgemm(monkeypatch):
-    monkeypatch.setattr(quantized, "_OPERATORS", {"int8": ("linear_prepack", "no_such_operator")})
+    monkeypatch.setattr(quantized, "_OPERATORS", ("linear_prepack", "no_such_operator"))
     with pytest.raises(ConfigError, match="weights=int8: this PyTorch lacks fbgemm"):
         EnginePlan.resolve(EngineConfig(device="cpu", weights="int8"))

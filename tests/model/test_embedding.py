@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ember.model import embedding
 from ember.model.embedding import PackedEmbedding, PlainEmbedding, token_embedding
 from ember.model.linear import make_linear
 
@@ -31,15 +30,6 @@ def test_a_head_of_other_numbers_gives_no_rows():
     found = token_embedding(weight, make_linear(matrix(101, 24).flip(0)))
     assert isinstance(found, PlainEmbedding)
     assert torch.equal(found(torch.arange(101)), weight)
-
-
-@pytest.mark.parametrize("panel", [16, 48, 128])
-def test_another_packing_is_noticed(panel, monkeypatch):
-    monkeypatch.setattr(embedding, "PANEL", panel)
-    weight = matrix(200, 24)
-    found = token_embedding(weight, make_linear(weight))
-    assert isinstance(found, PlainEmbedding)
-    assert torch.equal(found(torch.tensor([199, 0])), weight[[199, 0]])
 
 
 @pytest.mark.parametrize("form", ["int8", "fp16"])

@@ -1,0 +1,141 @@
+"""A weight matrix laid out for `linear_kernel.multiply`, and the product with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from ember.model import linear_kernel as kernel
+from ember.threads import numba_follows_torch
+
+_STORED_AS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
+    {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
+)
+"""What the kernel calls a dtype that numba has no type for."""
+_CHUNK = 256  # rows looked at at a time
+_PADDING = 16
+"""Numbers beside each row of a result: rows a power of two apart would share sets of the processor's cache."""
+
+
+class PackedMatrix:
+    """A matrix W [out, in] in panels of WIDTH rows: [blocks of k][panels][k][WIDTH], all in one run of memory.
+
+    Args:
+        weight: [out, in].
+        dtype: what it is kept in: float32, float16 or bfloat16.
+    """
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.panels = -(-self.out_features // kernel.WIDTH)
+        self.depth = _depth(self.in_features)
+        self._dtype = dtype
+        self.data = _pack(weight, dtype, self.panels, self.depth)
+        self._view = torch.from_numpy(self.data)
+        kernel.warm_up_multiply(self.data.dtype.name)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of W by number: ids [T] to [T, in] in W's dtype."""
+        blocks = [self._block(k) for k in range(0, self.in_features, self.depth)]
+        found = torch.cat([block[ids // kernel.WIDTH, :, ids % kernel.WIDTH] for block in blocks], dim=1)
+        return found[:, : self.in_features].view(self._dtype)
+
+    def holds(self, weight: torch.Tensor) -> bool:
+        """Whether its rows are those of `weight` [out, in], to the bit."""
+        ids = torch.split(torch.arange(len(weight)), _CHUNK)
+        return weight.shape == (self.out_features, self.in_features) and all(
+            torch.equal(self.rows(some).to(weight.dtype), weight[some]) for some in ids
+        )
+
+    def multiply(
+        self, x: torch.Tensor, bias: torch.Tensor, activation: int, more: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """activation(x W^T + bias) + more.
+
+        Args:
+            x: [T, in] float32.
+            bias: [panels * WIDTH] float32 (see `padded`).
+            more: [T, out] float32, added last.
+
+        Returns:
+            [T, out]: columns of a wider tensor.
+        """
+        numba_follows_torch()
+        x, height, stride = _with_runs(x), len(x), self.panels * kernel.WIDTH + _PADDING
+        y = torch.empty(height, stride)
+        added, more_stride = bias, 0
+        if more is not None:
+            more = _with_runs(more)
+            added, more_stride = _flat(more), more.stride(0)
+        shape = (x.stride(0), more_stride, stride, self.out_features, self.in_features, self.depth)
+        cuts = _cuts(self.panels, height, torch.get_num_threads())
+        kernel.multiply(
+            _flat(x).numpy(),
+            self.data,
+            bias.numpy(),
+            added.numpy(),
+            y.view(-1).numpy(),
+            shape,
+            activation,
+            height,
+            cuts,
+        )
+        return y[:, : self.out_features]
+
+    def padded(self, bias: torch.Tensor | None) -> torch.Tensor:
+        """A bias [out], or none, as [panels * WIDTH] float32."""
+        whole = torch.zeros(self.panels * kernel.WIDTH)
+        if bias is not None:
+            whole[: self.out_features] = bias
+        return whole
+
+    def _block(self, k: int) -> torch.Tensor:
+        even = _even(min(self.depth, self.in_features - k))
+        begin, size = k * self.panels * kernel.WIDTH, even * self.panels * kernel.WIDTH
+        return self._view[begin : begin + size].view(self.panels, even, kernel.WIDTH)
+
+
+def _pack(weight: torch.Tensor, dtype: torch.dtype, panels: int, depth: int) -> np.ndarray:
+    """A panel at a time, so that next to nothing lies in memory twice."""
+    stored, width = _STORED_AS[dtype], kernel.WIDTH
+    inner = weight.shape[1]
+    packed = torch.zeros(panels * width * _even(inner), dtype=stored)
+    for k in range(0, inner, depth):
+        taken = min(depth, inner - k)
+        even, begin = _even(taken), k * panels * width
+        block = packed[begin : begin + panels * width * even].view(panels, even, width)
+        for panel in range(panels):
+            part = weight[panel * width : (panel + 1) * width, k : k + taken]
+            block[panel, :taken, : len(part)] = part.T.to(dtype).view(stored)
+    return packed.numpy()
+
+
+def _depth(inner: int) -> int:
+    """k in a block: even, and about the same in each."""
+    blocks = -(-inner // kernel.DEPTH)
+    return min(_even(-(-inner // blocks)), kernel.DEPTH)
+
+
+def _even(k: int) -> int:
+    return -(-k // kernel.UNROLL) * kernel.UNROLL
+
+
+def _with_runs(x: torch.Tensor) -> torch.Tensor:
+    """x [T, n] with rows that are runs of memory, not overlapping."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The memory from the first number of x [T, n] to its last."""
+    return x.as_strided(((len(x) - 1) * x.stride(0) + x.shape[1],), (1,))
+
+
+@cache
+def _cuts(panels: int, height: int, threads: int) -> tuple[int, int]:
+    """Into how many parts rows and panels are cut: one part a thread, the largest as small as can be."""
+    whole = [(rows, threads // rows) for rows in range(1, threads + 1) if threads % rows == 0]
+    return min(whole, key=lambda cut: (-(-height // cut[0]) * -(-panels // cut[1]), cut[0]))
