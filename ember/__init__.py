@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 from ember.threads import sleep_when_idle
 
 if TYPE_CHECKING:
-    from ember.data.output import RequestOutput
+    from ember.data.output import CompletionOutput, RequestOutput
     from ember.entrypoints.llm import LLM
     from ember.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     homes = {
         "LLM": "ember.entrypoints.llm",
+        "CompletionOutput": "ember.data.output",
         "RequestOutput": "ember.data.output",
         "SamplingParams": "ember.sampling_params",
     }

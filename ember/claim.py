@@ -72,7 +72,7 @@ def _left(config: JobConfig, num_input_rows: int, folder: OutputFolder, counts: 
     for part, keys in read_parts(folder.completions, part_format(config.output_format), folder.part_prefix):
         if config.retry_errors:  # `claim` has dropped them
             keys = keys.filter(pc.not_equal(keys["finish_reason"], "error"))  # noqa: PLW2901
-        done.add(keys["row_index"], f"{folder.completions.shown}/{part}")
+        done.add(keys, f"{folder.completions.shown}/{part}")
         counts.add_committed(share.within(keys))
     return Work(share, done)
 

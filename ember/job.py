@@ -63,7 +63,7 @@ def run_job(config: JobConfig) -> JobSummary:
                     return run_on_ray(recorder, reader, begin)
                 with interrupts.breakable(after=1):
                     llm = LLM.from_plan(plan)
-                job = Job(recorder, reader.rows(work.wants), llm)
+                job = Job(recorder, work.rows(reader), llm)
                 return recorder.run(job.run, load_s=time.perf_counter() - begin)
         except Interrupted:
             print("interrupted before the first row", file=sys.stderr)
@@ -170,4 +170,5 @@ class Job:
         self._recorder.tick(step.stats)
 
     def _write(self, output: RequestOutput) -> None:
-        self._recorder.write(self._live.pop(output.request_id), output)
+        row = self._live.pop(output.request_id) if output.finished else self._live[output.request_id]
+        self._recorder.write(row, output)

@@ -18,8 +18,8 @@ from ember.config import JobConfig
 from ember.core.stats import StepStats
 from ember.data.done import read_parts
 from ember.data.folder import OutputFolder
-from ember.data.formats import ParquetFormat, PartFormat, part_format
-from ember.data.output import RequestOutput
+from ember.data.formats import KEY_COLUMNS, ParquetFormat, PartFormat, part_format
+from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.reader import PromptRow
 from ember.data.settings_file import settings_text
 from ember.data.store import Store
@@ -94,7 +94,7 @@ class Recorder:
         with contextlib.suppress(BrokenPipeError):  # `ember ... | head`: the results are on the disk
             if self.too_many_errors:
                 print(
-                    f"ended by {_error_limit(self.config)}: {self._num_errors} error rows in this attempt",
+                    f"ended by {_error_limit(self.config)}: {self._num_errors} rows with an error in this attempt",
                     file=sys.stderr,
                 )
             print(final_table(summary, str(self._folder.path)), flush=True)
@@ -107,19 +107,12 @@ class Recorder:
         return most is not None and self._num_errors > most
 
     def write(self, row: PromptRow, output: RequestOutput) -> None:
-        """Take one finished row; of `row` all but its prompt and sampling is used."""
-        if output.error is not None:
-            self._num_errors += 1
-            output.error = f"{output.error_kind}: {row.where}: {output.error}"
-        self._completions.write(_completion_row(row, output))
-        self._counts.add_row(
-            finish_reason=output.finish_reason,
-            error=output.error,
-            num_prompt_tokens=len(output.prompt_token_ids),
-            num_output_tokens=len(output.token_ids),
-            row_index=row.row_index,
-            id=row.id,
-        )
+        """Take finished samples of a row, which go into one part; of `row` all but its prompt and sampling is used."""
+        self._num_errors += any(sample.error is not None for sample in output.outputs)
+        rows = [_completion_row(row, output, sample) for sample in output.outputs]
+        self._completions.write(*rows)
+        for written in rows:
+            self._counts.add_sample(**{name: written[name] for name in KEY_COLUMNS})
 
     def steps(self, engine: int, stats: Sequence[StepStats], num_sampled: int) -> None:
         """Take the statistics of an engine's latest steps, in which it sampled that many tokens."""
@@ -182,26 +175,27 @@ class Recorder:
         return summary
 
 
-def _completion_row(row: PromptRow, output: RequestOutput) -> dict[str, Any]:
+def _completion_row(row: PromptRow, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
     return {
         "row_index": row.row_index,
         "id": row.id,
-        "sample_index": output.sample_index,
+        "sample_index": sample.index,
+        "num_samples": output.num_samples,
         "prompt": output.prompt,
-        "completion": output.text,
+        "completion": sample.text,
         "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "stop_reason": None if output.stop_reason is None else str(output.stop_reason),
-        "error": output.error,
+        "token_ids": sample.token_ids,
+        "finish_reason": sample.finish_reason,
+        "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
+        "error": None if sample.error is None else f"{sample.error_kind}: {row.where}: {sample.error}",
         "seed": output.seed,
         "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_output_tokens": len(output.token_ids),
-        "num_cached_tokens": output.num_cached_tokens,
-        "num_preemptions": output.num_preemptions,
-        "queue_s": output.queue_s,
-        "ttft_s": output.ttft_s,
-        "latency_s": output.latency_s,
+        "num_output_tokens": len(sample.token_ids),
+        "num_cached_tokens": sample.num_cached_tokens,
+        "num_preemptions": sample.num_preemptions,
+        "queue_s": sample.queue_s,
+        "ttft_s": sample.ttft_s,
+        "latency_s": sample.latency_s,
         **row.columns,
     }
 

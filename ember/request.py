@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ember.config import JobConfig
 from ember.core.random_stream import row_seed
-from ember.core.sequence import FinishReason
+from ember.data.formats import part_format
 from ember.data.output import RequestOutput
 from ember.data.reader import PromptRow
 from ember.entrypoints.llm import LLM
@@ -26,18 +26,40 @@ def row_params(row: PromptRow, config: JobConfig) -> SamplingParams:
         raise RequestError("bad_sampling", str(error)) from None
 
 
-def start(llm: LLM, row: PromptRow, config: JobConfig) -> RequestOutput | None:
-    """Put a row in line under its `row_index`; returns its result if there is nothing to compute."""
+def num_samples(row: PromptRow, config: JobConfig) -> int:
+    """How many samples a row gives, also one that can't run: its own `n`, or the job's if that is wrong too."""
+    try:
+        return config.sampling.override({key: row.sampling[key] for key in row.sampling if key == "n"}).n
+    except ConfigError:
+        return config.sampling.n
+
+
+def start(llm: LLM, row: PromptRow, config: JobConfig, *, together: bool = False) -> RequestOutput | None:
+    """Put the samples of a row that are not done in line under its `row_index`.
+
+    Args:
+        together: its result comes when all of them are finished.
+
+    Returns:
+        Its result if there is nothing to compute.
+    """
     try:
         params = row_params(row, config)
     except RequestError as error:
-        return RequestOutput(
+        count = num_samples(row, config)
+        output = RequestOutput(
             request_id=row.row_index,
             prompt=row.prompt if isinstance(row.prompt, str) else None,
-            finish_reason=FinishReason.ERROR,
-            error=str(error),
-            error_kind=error.kind,
             seed=row_seed(config.seed, row.row_index),
+            num_samples=count,
         )
+        return output.with_error(error, (i for i in range(count) if i not in row.samples_done))
     assert row.prompt is not None
-    return llm.add(row.row_index, row.prompt, params, allow_special_tokens=config.allow_special_tokens)
+    return llm.add(
+        row.row_index,
+        row.prompt,
+        params,
+        allow_special_tokens=config.allow_special_tokens,
+        samples_done=row.samples_done,
+        together=together or part_format(config.output_format).whole_rows,
+    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ember.checks import boolean, real, whole
+from ember.checks import at_least, boolean, real, whole
 from ember.errors import ConfigError
 
 GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it could only widen the gap to the best token."""
+
+MOST_SAMPLES = 16_384
+"""Of one prompt."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -27,6 +30,7 @@ class SamplingParams:
         stop_token_ids: token ids that end the output.
         ignore_eos: EOS is a token like any other.
         seed: the row's own seed; None derives one from the job's seed and the row's index.
+        n: samples of a prompt, each with random numbers of its own, which do not depend on `n`.
 
     Raises:
         ConfigError: a value of the wrong type or out of range; names the key.
@@ -42,6 +46,7 @@ class SamplingParams:
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
     seed: int | None = None
+    n: int = 1
 
     def __post_init__(self) -> None:
         self.temperature = real("temperature", self.temperature, "must be a number >= 0")
@@ -58,6 +63,7 @@ class SamplingParams:
         boolean("ignore_eos", self.ignore_eos)
         if self.seed is not None:
             self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1, or null")
+        self.n = at_least("n", self.n, 1, high=MOST_SAMPLES)
 
     @property
     def greedy(self) -> bool:

@@ -58,7 +58,7 @@ def test_one_string(llm):
     assert output.token_ids == GREEDY[:8]
     assert output.text == text_of(llm, GREEDY[:8])
     assert (output.finish_reason, output.stop_reason) == (FinishReason.LENGTH, None)
-    assert (output.error, output.error_kind, output.num_cached_tokens, output.sample_index) == (None, None, 0, 0)
+    assert (output.error, output.error_kind, output.num_cached_tokens, output.outputs[0].index) == (None, None, 0, 0)
 
 
 def test_one_list_of_token_ids(llm):
@@ -324,12 +324,12 @@ def test_add_and_step_stream_results(llm):
 
 
 def test_abort_all(llm):
-    """Waiting and running requests are given up and counted; their ids are free again."""
+    """Waiting and running requests are given up and named; their ids are free again."""
     for i in range(11):
         llm.add(i, PROMPT, greedy(5))
     llm.step()
-    assert llm.abort_waiting() == 3
-    assert llm.abort_all() == 8
+    assert llm.abort_waiting() == {8, 9, 10}
+    assert llm.abort_all() == set(range(8))
     assert llm.engine.scheduler.blocks.num_used == 0
     assert one(llm).token_ids == GREEDY[:8]
 

@@ -69,9 +69,10 @@ class SchedulerOutput:
 
 @dataclass(slots=True)
 class TokenEvent:
-    """A token that a request got in this step; `finish_reason` is set on its last one."""
+    """A token that a request's sample got in this step; `finish_reason` is set on its last one."""
 
     request_id: int
+    sample_index: int
     token_id: int
     finish_reason: FinishReason | None = None
 

@@ -154,7 +154,7 @@ class Engine:
             sequence.token_ids.append(token)
             sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
             _judge(sequence, token, on_token(sequence.request_id, token) if on_token else None)
-            out.tokens.append(TokenEvent(sequence.request_id, token, sequence.finish_reason))
+            out.tokens.append(TokenEvent(sequence.parent_id, sequence.sample_index, token, sequence.finish_reason))
         if sequence.finish_reason is not None:
             sequence.finished_s = now
             self.abort(sequence.request_id)

@@ -34,6 +34,7 @@ class Sequence:
     `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
     when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`. `order` numbers arrivals;
     `num_cached_tokens` is what of the prompt was in the pool when it was first admitted. `drafting` is speculation's.
+    `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of.
     """
 
     request_id: int
@@ -42,6 +43,7 @@ class Sequence:
     seed: int
     max_tokens: int
     sample_index: int = 0
+    parent_id: int = -1
     order: int = 0
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -61,6 +63,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
+        self.parent_id = self.request_id if self.parent_id < 0 else self.parent_id
 
     @property
     def num_tokens(self) -> int:

@@ -20,6 +20,7 @@ FIXED_COLUMNS = (
     "row_index",
     "id",
     "sample_index",
+    "num_samples",
     "prompt",
     "completion",
     "prompt_token_ids",

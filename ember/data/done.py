@@ -1,4 +1,7 @@
-"""Which rows an output already holds: read from its parts, the only truth of what is done."""
+"""Which rows, and which samples of them, an output already holds: read from its parts, the only truth of what is done.
+
+A row of the input is done when all of its samples are there; how many it has, each of them says.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from ember.data.store import Store
 from ember.data.text import one_line
 from ember.errors import UserError
 
+_KEY = ("row_index", "sample_index", "num_samples")
+
 
 class DoneRows:
-    """A bit for every row of the input; memory is a byte a row.
+    """Done rows of the input, and the samples of those that are half done; memory is a byte a row.
 
     Args:
         num_rows: of the input.
@@ -25,26 +30,48 @@ class DoneRows:
 
     def __init__(self, num_rows: int, shard: int | None = None, num_shards: int = 1) -> None:
         self._done = bytearray(num_rows)
+        self._samples: dict[int, set[int]] = {}
         self._shard, self._num_shards = shard, num_shards
 
     def __contains__(self, row_index: int) -> bool:
         return 0 <= row_index < len(self._done) and self._done[row_index] == 1
 
-    def add(self, row_indices: pa.ChunkedArray, part: str) -> None:
-        """Mark rows as done.
+    def samples(self, row_index: int) -> frozenset[int]:
+        """The samples that are there of a row that is not done."""
+        return frozenset(self._samples.get(row_index, ()))
+
+    def add(self, keys: pa.Table, part: str) -> None:
+        """Mark the samples of a part as done.
 
         Raises:
-            UserError: a row is there twice, or is none of the input's or the shard's: the folder was tampered with.
+            UserError: a sample is there twice, or is none of the input's or the shard's: the folder was tampered with.
         """
-        for row_index in row_indices.to_pylist():
-            if not self._may_have(row_index):
-                raise UserError(f"{part}: row_index {row_index} is doubled or not of this input; remove this output")
-            self._done[row_index] = 1
+        for row_index, sample_index, num_samples in zip(*(keys[name].to_pylist() for name in _KEY), strict=True):
+            if not self._may_have(row_index) or not self._add_sample(row_index, sample_index, num_samples):
+                raise UserError(
+                    f"{part}: row_index {row_index}, sample_index {sample_index} is doubled or not of this input; "
+                    "remove this output"
+                )
 
     def _may_have(self, row_index: int | None) -> bool:
         if row_index is None or not 0 <= row_index < len(self._done) or self._done[row_index]:
             return False
         return self._shard is None or row_index % self._num_shards == self._shard
+
+    def _add_sample(self, row_index: int, sample_index: int | None, num_samples: int | None) -> bool:
+        """Whether it is new and can be; the row's last one makes the row done."""
+        if sample_index is None or num_samples is None or not 0 <= sample_index < num_samples:
+            return False
+        if num_samples > 1:
+            there = self._samples.setdefault(row_index, set())
+            if sample_index in there:
+                return False
+            there.add(sample_index)
+            if len(there) < num_samples:
+                return True
+            del self._samples[row_index]
+        self._done[row_index] = 1
+        return True
 
     def count(self, start: int, stop: int, step: int) -> int:
         """Done rows among range(start, stop, step)."""

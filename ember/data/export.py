@@ -30,7 +30,7 @@ RANGE_ROWS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What an export did: rows written, and input rows that have none (yet)."""
+    """What an export did: rows written (one a sample), and input rows that are not (yet) there with all samples."""
 
     num_rows: int
     num_missing: int
@@ -78,8 +78,8 @@ class CompletionParts:
 
     Attributes:
         schema: of the rows.
-        num_rows: rows that there are.
-        num_expected: rows that the finished job has.
+        num_rows: rows that there are, one a sample.
+        num_expected: input rows that the finished job has.
         facts: of the manifest.
 
     Args:
@@ -98,7 +98,7 @@ class CompletionParts:
         self._ranges: dict[str, list[int]] = {}
         self.num_rows = 0
         for name, keys in read_parts(self._folder, self._form):
-            self._done.add(keys["row_index"], f"{self._folder.shown}/{name}")
+            self._done.add(keys, f"{self._folder.shown}/{name}")
             self._ranges[name] = pc.unique(pc.divide(keys["row_index"], range_rows)).to_pylist()
             self.num_rows += len(keys)
 
@@ -117,7 +117,7 @@ class CompletionParts:
 
     @property
     def num_missing(self) -> int:
-        """Expected rows that no part holds."""
+        """Expected input rows of which the parts lack samples."""
         return self.num_expected - self._done.count(0, self.num_expected, 1)
 
     def as_written(self) -> Iterator[pa.Table]:

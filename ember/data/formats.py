@@ -6,8 +6,9 @@ Every format gives back what it was given, to the last bit, so any of them can b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from typing import Any, BinaryIO, Protocol
 
 import pyarrow as pa
@@ -17,14 +18,17 @@ import pyarrow.parquet as pq
 from ember.data.json_values import from_json_values, to_json_values
 from ember.errors import UserError
 
-KEY_COLUMNS = ["row_index", "finish_reason", "error", "id", "num_prompt_tokens", "num_output_tokens"]
-"""What a resume needs to know of a row."""
 _KEY_SCHEMA = pa.schema(
     [
-        *(("row_index", pa.int64()), ("finish_reason", pa.string()), ("error", pa.string()), ("id", pa.string())),
+        *(("row_index", pa.int64()), ("sample_index", pa.int32()), ("num_samples", pa.int32())),
+        *(("finish_reason", pa.string()), ("error", pa.string()), ("id", pa.string())),
         *(("num_prompt_tokens", pa.int32()), ("num_output_tokens", pa.int32())),
     ]
 )
+KEY_COLUMNS: list[str] = _KEY_SCHEMA.names
+"""What a resume needs to know of a sample."""
+Record = dict[str, Any]
+"""A sample as an object of JSON values."""
 _BATCH_ROWS = 1024
 _STATUS_OK = 200
 
@@ -46,9 +50,11 @@ class PartFormat(Protocol):
 
     Attributes:
         suffix: the ending of a part's name, with its dot.
+        whole_rows: all samples of a row stand together, so they are written together.
     """
 
     suffix: str
+    whole_rows: bool
 
     def sink(self, file: BinaryIO, schema: pa.Schema) -> RowSink:
         """Write rows of that schema into a file."""
@@ -70,6 +76,7 @@ class ParquetFormat:
     """Parquet, compressed with zstd."""
 
     suffix = ".parquet"
+    whole_rows = False
 
     def sink(self, file: BinaryIO, schema: pa.Schema) -> RowSink:
         """See PartFormat."""
@@ -77,7 +84,7 @@ class ParquetFormat:
 
     def read_keys(self, file: BinaryIO) -> pa.Table:
         """See PartFormat."""
-        return pq.ParquetFile(file).read(columns=KEY_COLUMNS)
+        return pq.ParquetFile(file).read(columns=KEY_COLUMNS).select(KEY_COLUMNS)
 
     def read(self, file: BinaryIO, schema: pa.Schema) -> Iterator[pa.Table]:
         """See PartFormat. A part brings its own schema."""
@@ -95,41 +102,46 @@ class JsonlFormat:
     """One JSON object a line, with the same fields as Parquet (see `ember.data.json_values`)."""
 
     suffix = ".jsonl"
+    whole_rows = False
 
     def sink(self, file: BinaryIO, schema: pa.Schema) -> RowSink:
         """See PartFormat."""
-        return _LineSink(file, self.line)
+        return _LineSink(file, self.lines)
 
-    def line(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The object that stands for a row."""
-        return record
+    def lines(self, records: Iterator[Record]) -> Iterator[Record]:
+        """The objects that stand for samples."""
+        return records
 
-    def record(self, line: dict[str, Any]) -> dict[str, Any]:
-        """The row that an object stands for."""
-        return line
+    def records(self, line: Record) -> list[Record]:
+        """The samples that an object stands for."""
+        return [line]
 
     def read_keys(self, file: BinaryIO) -> pa.Table:
         """See PartFormat."""
-        keys = [{key: record[key] for key in KEY_COLUMNS} for record in map(self._parse, file)]
+        keys = [{key: record[key] for key in KEY_COLUMNS} for record in self._parse(file)]
         return pa.Table.from_pylist(keys, schema=_KEY_SCHEMA)
 
     def read(self, file: BinaryIO, schema: pa.Schema) -> Iterator[pa.Table]:
         """See PartFormat."""
-        records = map(self._parse, file)
+        records = self._parse(file)
         while rows := list(islice(records, _BATCH_ROWS)):
             columns = [from_json_values([row[field.name] for row in rows], field.type) for field in schema]
             yield pa.Table.from_arrays(columns, schema=schema)
 
     def without_errors(self, file: BinaryIO, target: BinaryIO) -> None:
         """See PartFormat."""
-        target.writelines(line for line in file if self._parse(line)["finish_reason"] != "error")
+        for line in file:
+            if all(record["finish_reason"] != "error" for record in self._parse([line])):
+                target.write(line)
 
-    def _parse(self, line: bytes) -> dict[str, Any]:
-        return self.record(json.loads(line))
+    def _parse(self, lines: Iterable[bytes]) -> Iterator[Record]:
+        return chain.from_iterable(self.records(json.loads(line)) for line in lines)
 
 
 class OpenAIBatchFormat(JsonlFormat):
-    """The lines of OpenAI's Batch API output for text completions; each has the whole row too, under the key `ember`.
+    """The lines of OpenAI's Batch API output for text completions: one a row, a choice a sample.
+
+    Each has the samples' whole records too, under the key `ember`. A line with a sample that failed is an error.
 
     Args:
         model: the name to write into each body.
@@ -137,37 +149,41 @@ class OpenAIBatchFormat(JsonlFormat):
             between two runs of a job.
     """
 
+    whole_rows = True
+
     def __init__(self, model: str = "", created: int = 0) -> None:
         self._model, self._created = model, created
 
-    def line(self, record: dict[str, Any]) -> dict[str, Any]:
+    def lines(self, records: Iterator[Record]) -> Iterator[Record]:
         """See JsonlFormat."""
-        key = f"{record['row_index']}_{record['sample_index']}"
-        failed = record["error"] is not None or record["finish_reason"] == "error"
-        custom_id = record["id"] if record["id"] is not None else str(record["row_index"])
+        return (self._line(list(samples)) for _, samples in groupby(records, key=itemgetter("row_index")))
+
+    def records(self, line: Record) -> list[Record]:
+        """See JsonlFormat."""
+        samples = line["ember"]
+        assert isinstance(samples, list)
+        return samples
+
+    def _line(self, samples: list[Record]) -> Record:
+        first = samples[0]
+        key = f"{first['row_index']}_{first['sample_index']}"
+        failed = next((s for s in samples if s["error"] is not None or s["finish_reason"] == "error"), None)
         return {
             "id": f"batch_req_{key}",
-            "custom_id": custom_id,
-            "response": None if failed else self._response(record, key),
-            "error": _batch_error(record) if failed else None,
-            "ember": record,
+            "custom_id": first["id"] if first["id"] is not None else str(first["row_index"]),
+            "response": self._response(samples, key) if failed is None else None,
+            "error": None if failed is None else _batch_error(failed),
+            "ember": samples,
         }
 
-    def record(self, line: dict[str, Any]) -> dict[str, Any]:
-        """See JsonlFormat."""
-        record = line["ember"]
-        assert isinstance(record, dict)
-        return record
-
-    def _response(self, record: dict[str, Any], key: str) -> dict[str, Any]:
-        prompt, output = record["num_prompt_tokens"], record["num_output_tokens"]
-        choice = {"index": 0, "text": record["completion"], "finish_reason": record["finish_reason"], "logprobs": None}
+    def _response(self, samples: list[Record], key: str) -> Record:
+        prompt, output = samples[0]["num_prompt_tokens"], sum(s["num_output_tokens"] for s in samples)
         body = {
             "id": f"cmpl-{key}",
             "object": "text_completion",
             "created": self._created,
             "model": self._model,
-            "choices": [choice],
+            "choices": [_choice(sample) for sample in samples],
             "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
         }
         return {"status_code": _STATUS_OK, "request_id": f"req_{key}", "body": body}
@@ -212,20 +228,20 @@ class _ParquetSink:
 class _LineSink:
     """Writes tables as JSON lines, a few rows in memory at a time."""
 
-    def __init__(self, file: BinaryIO, line: Any) -> None:
-        self._file, self._line = file, line
+    def __init__(self, file: BinaryIO, lines: Callable[[Iterator[Record]], Iterator[Record]]) -> None:
+        self._file, self._lines = file, lines
 
     def write(self, table: pa.Table) -> None:
         """See RowSink."""
-        for record in records(table):
-            text = json.dumps(self._line(record), ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
+        for line in self._lines(records(table)):
+            text = json.dumps(line, ensure_ascii=False, allow_nan=False, separators=(", ", ": "))
             self._file.write(text.encode() + b"\n")
 
     def close(self) -> None:
         """See RowSink."""
 
 
-def records(table: pa.Table) -> Iterator[dict[str, Any]]:
+def records(table: pa.Table) -> Iterator[Record]:
     """The rows of a table as objects of JSON values."""
     names: Sequence[str] = table.schema.names
     for batch in table.to_batches(max_chunksize=_BATCH_ROWS):
@@ -233,6 +249,15 @@ def records(table: pa.Table) -> Iterator[dict[str, Any]]:
         yield from (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
-def _batch_error(record: dict[str, Any]) -> dict[str, str]:
+def _choice(sample: Record) -> Record:
+    return {
+        "index": sample["sample_index"],
+        "text": sample["completion"],
+        "finish_reason": sample["finish_reason"],
+        "logprobs": None,
+    }
+
+
+def _batch_error(record: Record) -> dict[str, str]:
     kind, _, message = (record["error"] or "other").partition(": ")
     return {"code": kind, "message": message or kind}

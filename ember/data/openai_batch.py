@@ -20,13 +20,12 @@ COLUMNS = ("method", "url", "model")
 COMPLETIONS = "/v1/completions"
 _CHAT = "chat models are not supported yet"
 _SAMPLING = (
-    *("max_tokens", "temperature", "top_p", "stop", "seed"),
+    *("max_tokens", "temperature", "top_p", "stop", "seed", "n"),
     *("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos"),
 )
 _ACCEPTED = frozenset({"model", "prompt", "user", "metadata", "store", "max_completion_tokens", *_SAMPLING})
 """Keys of a body that are honoured, or that change no completion."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "logprobs": (False,),
     "echo": (False,),

@@ -2,38 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ember.core.sequence import FinishReason, Sequence
+from ember.errors import RequestError
 from ember.model.decoder import IncrementalDecoder, TokenBytes
 
 
 @dataclass(slots=True)
-class RequestOutput:
-    """The result of one prompt.
+class CompletionOutput:
+    """One sample of a prompt.
 
     Attributes:
-        prompt: the prompt's text; None when token ids were given.
+        index: its number among the prompt's samples.
         text: the completion, cut before a stop string.
         token_ids: the output tokens, ending with the one that completed the stop (or EOS).
         finish_reason: stop, length or error.
         stop_reason: the stop string or stop token id; None for EOS, length and errors.
         error, error_kind: why it could not run, and that in one word to count by; None otherwise.
-        seed: the row seed that its random numbers came from.
         queue_s, ttft_s, latency_s: seconds from arrival to admission, first token and end; None if never reached.
     """
 
-    request_id: int
-    prompt: str | None = None
-    prompt_token_ids: list[int] = field(default_factory=list)
+    index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: str | None = None
-    seed: int | None = None
-    sample_index: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_s: float | None = None
@@ -41,42 +38,122 @@ class RequestOutput:
     latency_s: float | None = None
 
 
+@dataclass(slots=True)
+class RequestOutput:
+    """The result of one prompt: its samples, of which `text`, `error` and so on are the first one's.
+
+    Attributes:
+        prompt: the prompt's text; None when token ids were given.
+        seed: the row seed that its random numbers came from.
+        outputs: its samples in order; of a job's step, those that finished in it.
+        num_samples: how many it has in all.
+        finished: whether none is still to come.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_token_ids: list[int] = field(default_factory=list)
+    seed: int | None = None
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    num_samples: int = 1
+    finished: bool = True
+
+    @property
+    def text(self) -> str:
+        """The first sample's completion."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The first sample's output tokens."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the first sample ended."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """What stopped the first sample."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def error(self) -> str | None:
+        """Why the first sample could not run."""
+        return self.outputs[0].error
+
+    @property
+    def error_kind(self) -> str | None:
+        """The first sample's error in one word."""
+        return self.outputs[0].error_kind
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the first sample's prompt that came from the cache."""
+        return self.outputs[0].num_cached_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the first sample was preempted."""
+        return self.outputs[0].num_preemptions
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds until the first sample was admitted."""
+        return self.outputs[0].queue_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds until the first sample's first token."""
+        return self.outputs[0].ttft_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """Seconds until the first sample's end."""
+        return self.outputs[0].latency_s
+
+    def with_error(self, error: RequestError, samples: Iterable[int]) -> RequestOutput:
+        """Fill in that none of these samples can run."""
+        self.outputs = [
+            CompletionOutput(i, finish_reason=FinishReason.ERROR, error=str(error), error_kind=error.kind)
+            for i in samples
+        ]
+        return self
+
+
 class OutputProcessor:
-    """Text of every live request: decodes as tokens come, finds stop strings, builds the RequestOutput."""
+    """Text of every live sequence: decodes as tokens come, finds stop strings, builds the CompletionOutput."""
 
     def __init__(self, tokenizer: TokenBytes) -> None:
         self._tokenizer = tokenizer
         self._live: dict[int, _LiveText] = {}
 
-    def add(self, sequence: Sequence, prompt: str | None) -> None:
-        """Follow a request from its first token on."""
+    def add(self, sequence: Sequence) -> None:
+        """Follow a sequence from its first token on."""
         params = sequence.params
         decoder = IncrementalDecoder(self._tokenizer, sequence.token_ids[: sequence.num_prompt_tokens])
-        self._live[sequence.request_id] = _LiveText(decoder, prompt, params.stop, params.min_tokens)
+        self._live[sequence.request_id] = _LiveText(decoder, params.stop, params.min_tokens)
 
     def push(self, request_id: int, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if any."""
         return self._live[request_id].push(token_id)
 
     def text_so_far(self, request_id: int) -> str:
-        """The text of a live request, without what is held back of an unfinished character."""
+        """The text of a live sequence, without what is held back of an unfinished character."""
         return self._live[request_id].decoder.text
 
-    def finish(self, sequence: Sequence) -> RequestOutput:
+    def finish(self, sequence: Sequence) -> CompletionOutput:
         """The result of a finished sequence, which is no longer followed."""
         live = self._live.pop(sequence.request_id)
-        return RequestOutput(
-            request_id=sequence.request_id,
-            prompt=live.prompt,
-            prompt_token_ids=sequence.token_ids[: sequence.num_prompt_tokens],
+        return CompletionOutput(
+            index=sequence.sample_index,
             text=live.final_text(),
             token_ids=sequence.output_token_ids,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
             error=None if sequence.error is None else str(sequence.error),
             error_kind=None if sequence.error is None else sequence.error.kind,
-            seed=sequence.seed,
-            sample_index=sequence.sample_index,
             num_cached_tokens=sequence.num_cached_tokens,
             num_preemptions=sequence.num_preemptions,
             queue_s=_since(sequence, sequence.admitted_s),
@@ -92,7 +169,6 @@ class OutputProcessor:
 @dataclass(slots=True)
 class _LiveText:
     decoder: IncrementalDecoder
-    prompt: str | None
     stop: list[str]
     min_tokens: int
     num_tokens: int = 0

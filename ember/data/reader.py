@@ -47,6 +47,7 @@ class PromptRow:
             missing or can't be read is None. A Parquet value that Python can't hold exactly (nanoseconds, years past
             9999) is an Arrow scalar, which `pa.array` takes among plain values.
         error: why the row can't run, on one line that does not repeat `where`; or None.
+        samples_done: the samples that an earlier attempt has written.
     """
 
     row_index: int
@@ -56,6 +57,7 @@ class PromptRow:
     sampling: dict[str, Any]
     columns: dict[str, Any]
     error: str | None
+    samples_done: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,10 @@ from ember.data.attempts import total_of
 from ember.data.row_counts import ERRORS_A_KIND
 from ember.data.summary import JobStatus, exit_code
 
-_SUMS = ("num_rows_total", "num_rows_done", "num_errors", "num_prompt_tokens", "num_output_tokens")
+_SUMS = (
+    *("num_rows_total", "num_rows_done", "num_samples_done", "num_errors"),
+    *("num_prompt_tokens", "num_output_tokens"),
+)
 _WORST_FIRST = ("running", JobStatus.FAILED.value, JobStatus.INTERRUPTED.value)
 
 

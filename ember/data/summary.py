@@ -29,8 +29,8 @@ _CAUSE_WIDTH = 400
 
 
 JOB_KEYS = (
-    *("status", "exit_code", "num_rows_total", "num_rows_done", "num_errors", "num_duplicate_ids", "errors_by_kind"),
-    *("first_errors", "finish_reasons", "num_prompt_tokens", "num_output_tokens"),
+    *("status", "exit_code", "num_rows_total", "num_rows_done", "num_samples_done", "num_errors", "num_duplicate_ids"),
+    *("errors_by_kind", "first_errors", "finish_reasons", "num_prompt_tokens", "num_output_tokens"),
 )
 """Fields that speak of the whole job; the rest speaks of one attempt at it."""
 ATTEMPT_KEYS = (
@@ -57,11 +57,14 @@ class JobSummary:
         status: finished, interrupted or failed.
         exit_code: what the process returns: 0 clean, 3 finished with error rows, 130/143 interrupted, 1 failed.
         num_rows_total: rows of the input, after `limit`.
-        num_rows_done: rows written, error rows too; `num_rows_before` of them by earlier attempts.
+        num_rows_done: input rows written with all samples, error rows too; `num_rows_before` of them by earlier
+            attempts. `num_samples_done` counts every sample written, also of rows that lack others.
+        num_errors: samples written that are errors: a row with n samples that can't run gives n of them.
         num_duplicate_ids: rows written whose id another row had before them; allowed, as a row's key is its index.
         errors_by_kind: how many error rows of each kind (`bad_row`, `prompt_too_long`, ...).
         first_errors: the first few of each kind: `kind`, `row_index`, `id`, `error`.
-        num_prompt_tokens, num_output_tokens: of all rows written; `num_output_tokens_new` of this attempt's rows.
+        num_prompt_tokens, num_output_tokens: of all rows written, a prompt once for all its samples;
+            `num_output_tokens_new` of this attempt's rows.
         duration_s: wall time of the job after loading; `load_s` is the time before, `engine_s` the part of it spent
             in engine steps.
         tokens_per_s: output tokens of this attempt's rows per second of `duration_s`.
@@ -78,6 +81,7 @@ class JobSummary:
     run_id: str
     num_rows_total: int = 0
     num_rows_done: int = 0
+    num_samples_done: int = 0
     num_rows_before: int = 0
     num_errors: int = 0
     num_duplicate_ids: int = 0
@@ -143,12 +147,12 @@ class SummaryBuilder:
 
     @property
     def num_rows_done(self) -> int:
-        """Rows counted so far."""
+        """Rows counted so far with all their samples."""
         return self._rows.rows
 
-    def add_row(self, **row: Any) -> None:
-        """Count one row that was written (see `RowCounts.add_row`)."""
-        self._rows.add_row(**row)
+    def add_sample(self, **sample: Any) -> None:
+        """Count one sample that was written (see `RowCounts.add_sample`)."""
+        self._rows.add_sample(**sample)
 
     def add_committed(self, keys: pa.Table) -> None:
         """Count the rows of an earlier attempt's part."""
@@ -205,6 +209,7 @@ class SummaryBuilder:
             run_id=run_id,
             num_rows_total=num_rows_total,
             num_rows_done=rows.rows,
+            num_samples_done=rows.samples,
             num_rows_before=self._rows_before,
             num_errors=num_errors,
             num_duplicate_ids=rows.ids.count,
@@ -253,8 +258,9 @@ def final_table(summary: JobSummary, output_path: str) -> str:
 
 def _facts(s: JobSummary) -> list[tuple[str, str]]:
     resumed = s.num_rows_before > 0
+    samples = f" ({s.num_samples_done:,} samples)" if s.num_samples_done != s.num_rows_done else ""
     return [
-        ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}, {s.num_errors:,} with an error"),
+        ("rows", f"{s.num_rows_done:,} of {s.num_rows_total:,}{samples}, {s.num_errors:,} with an error"),
         *([("resumed", f"{s.num_rows_before:,} rows were there already")] if resumed else []),
         *([("ids", f"{s.num_duplicate_ids:,} rows have an id that occurred before")] if s.num_duplicate_ids else []),
         ("finished by", ", ".join(f"{name} {count:,}" for name, count in s.finish_reasons.items()) or "-"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow.compute as pc
 
 from ember.config import JobConfig
 from ember.data.done import DoneRows
+from ember.data.reader import PromptReader, PromptRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The rows of a share that are not done."""
+    """The rows of a share that are not done, whole or in part."""
 
     share: Share
     done: DoneRows
@@ -48,6 +50,12 @@ class Work:
     def wants(self, row_index: int) -> bool:
         """Whether a row is still to be computed."""
         return row_index in self.share and row_index not in self.done
+
+    def rows(self, reader: PromptReader) -> Iterator[PromptRow]:
+        """The rows still to be computed, each with the samples that are there."""
+        for row in reader.rows(self.wants):
+            row.samples_done = self.done.samples(row.row_index)
+            yield row
 
     @property
     def num_done(self) -> int:

@@ -23,12 +23,13 @@ from ember.data.formats import ParquetFormat, PartFormat, write_table
 from ember.data.parts import PREFIX, is_part, part_name, part_numbers
 from ember.data.store import Store, cant_write
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 _METADATA = {b"ember.schema_version": SCHEMA_VERSION.encode()}
 _COMPLETION_TYPES: dict[str, pa.DataType] = {
     "row_index": pa.int64(),
     "id": pa.string(),
     "sample_index": pa.int32(),
+    "num_samples": pa.int32(),
     "prompt": pa.string(),
     "completion": pa.string(),
     "prompt_token_ids": pa.list_(pa.int32()),
@@ -122,20 +123,20 @@ class PartWriter:
         self._failure: Exception | None = None
         self._closed = False
 
-    def write(self, row: dict[str, Any]) -> None:
-        """Take one row; the dict is the writer's from now on.
+    def write(self, *rows: dict[str, Any]) -> None:
+        """Take rows that belong into one part; the dicts are the writer's from now on.
 
         Raises:
             KeyError: a key that is no column.
             JobError: an earlier write failed: disk full, no permission, folder gone.
             TypeError: a value of an earlier row doesn't fit its column (named).
         """
-        if not row.keys() <= self._names:
-            raise KeyError(f"no such column: {', '.join(sorted(row.keys() - self._names))}")
+        if unknown := {key for row in rows for key in row} - self._names:
+            raise KeyError(f"no such column: {', '.join(sorted(unknown))}")
         self._check()
         if not self._rows:
             self._oldest = self._clock()
-        self._rows.append(row)
+        self._rows.extend(rows)
         self.commit_if_due()
 
     def commit_if_due(self) -> None:

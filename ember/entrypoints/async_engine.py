@@ -18,7 +18,6 @@ from queue import SimpleQueue
 from threading import Thread
 
 from ember.core.batch import StepOutput
-from ember.core.sequence import FinishReason
 from ember.data.output import RequestOutput
 from ember.data.text_stream import TextStream
 from ember.entrypoints.llm import LLM
@@ -291,4 +290,4 @@ class AsyncEngine:
 
 
 def _failed(request_id: int, why: RequestError) -> RequestOutput:
-    return RequestOutput(request_id, finish_reason=FinishReason.ERROR, error=str(why), error_kind=why.kind)
+    return RequestOutput(request_id).with_error(why, [0])

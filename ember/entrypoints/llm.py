@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import fields
+from itertools import count
 from typing import Any
 
 from ember.attention.base import make_backend
@@ -22,8 +23,9 @@ from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.core.speculation import make_proposer
-from ember.data.output import OutputProcessor, RequestOutput
+from ember.data.output import CompletionOutput, OutputProcessor, RequestOutput
 from ember.entrypoints.admission import Admission
+from ember.entrypoints.live_request import LiveRequest
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
 from ember.model.gpt2 import GPT2
@@ -80,6 +82,8 @@ class LLM:
         )
         self.engine = Engine(scheduler, runner, Sampler())
         self._outputs = OutputProcessor(plan.tokenizer)
+        self._live: dict[int, LiveRequest] = {}
+        self._ids = count()  # of sequences in the engine
 
     def generate(
         self,
@@ -93,7 +97,8 @@ class LLM:
             sampling_params: one for all, or one a prompt; None is greedy with 128 tokens.
 
         Returns:
-            One RequestOutput a prompt. A prompt that can't run has `finish_reason` error and says why in `error`.
+            One RequestOutput a prompt, with `n` samples in `outputs`. A prompt that can't run has `finish_reason` error
+            and says why in `error`.
 
         Raises:
             UserError: the numbers of prompts and of sampling parameters differ.
@@ -113,66 +118,102 @@ class LLM:
         return [results[index] for index in range(len(asked))]
 
     def add(
-        self, request_id: int, prompt: Prompt, params: SamplingParams, *, allow_special_tokens: bool = False
+        self,
+        request_id: int,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        allow_special_tokens: bool = False,
+        samples_done: Collection[int] = (),
+        together: bool = True,
     ) -> RequestOutput | None:
         """Put one request in line under an id that no live request has.
 
         The row's seed is `params.seed`, or follows from the engine's seed and `request_id`.
+
+        Args:
+            samples_done: numbers of samples that are not to be computed; not all.
+            together: its result comes when all samples are finished; else each comes as it finishes.
 
         Returns:
             None, or at once the result of a request with nothing to compute: an error, or `max_tokens=0`.
         """
         seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
         text = prompt if isinstance(prompt, str) else None
-        result = RequestOutput(request_id=request_id, prompt=text, seed=seed)
+        result = RequestOutput(request_id=request_id, prompt=text, seed=seed, num_samples=params.n)
+        samples = [i for i in range(params.n) if i not in samples_done]
         admission = Admission(self.plan)
         try:
             result.prompt_token_ids = admission.token_ids(prompt, allow_special_tokens=allow_special_tokens)
             room = admission.room(len(result.prompt_token_ids), params)
         except RequestError as error:
-            result.finish_reason, result.error, result.error_kind = FinishReason.ERROR, str(error), error.kind
-            return result
+            return result.with_error(error, samples)
         if room == 0:
-            result.finish_reason = FinishReason.LENGTH
+            result.outputs = [CompletionOutput(i, finish_reason=FinishReason.LENGTH) for i in samples]
             return result
+        live = self._live[request_id] = LiveRequest(result, together)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids = stop_ids.union(self.plan.network.eos_token_ids)
-        sequence = Sequence(request_id, list(result.prompt_token_ids), params, seed, room, stop_ids=stop_ids)
-        self._outputs.add(sequence, text)
-        self.engine.add(sequence)
+        for index in samples:
+            tokens = list(result.prompt_token_ids)
+            sequence = Sequence(next(self._ids), tokens, params, seed, room, index, request_id, stop_ids=stop_ids)
+            live.sequence_ids[index] = sequence.request_id
+            self._outputs.add(sequence)
+            self.engine.add(sequence)
         return None
 
     def step(self) -> tuple[list[RequestOutput], StepOutput]:
-        """Run one step; returns the results of the requests that it finished, and what the step did."""
+        """Run one step; returns the results of the samples that it finished, and what the step did."""
         out = self.engine.step(self._outputs.push)
-        return [self._outputs.finish(sequence) for sequence in out.finished], out
+        results = [self._drop(s).take(self._outputs.finish(s)) for s in out.finished]
+        return [result for result in results if result is not None], out
 
-    def text_so_far(self, request_id: int) -> str:
-        """The text of a live request; a stop string may still cut it, and an unfinished character is not in it."""
-        return self._outputs.text_so_far(request_id)
+    def text_so_far(self, request_id: int, sample_index: int = 0) -> str:
+        """The text of a live sample; a stop string may still cut it, and an unfinished character is not in it."""
+        return self._outputs.text_so_far(self._live[request_id].sequence_ids[sample_index])
 
     def abort(self, request_id: int) -> None:
-        """Give up a live request; its blocks are free at once."""
-        self._discard([self.engine.abort(request_id)])
+        """Give up what is left of a live request; its blocks are free at once."""
+        self._discard([self.engine.abort(i) for i in self._live[request_id].sequence_ids.values()])
 
-    def abort_waiting(self) -> int:
-        """Give up the requests that are in line; returns how many."""
-        return self._discard(self.engine.abort_waiting())
+    def abort_waiting(self) -> set[int]:
+        """Give up the samples that are in line, and those that only matter together with them.
 
-    def abort_all(self) -> int:
-        """Give up all requests; returns how many."""
-        running = [self.engine.abort(s.request_id) for s in list(self.engine.scheduler.running)]
-        return self._discard(running + self.engine.abort_waiting())
+        Returns:
+            The requests that lost some.
+        """
+        lost = self._discard(self.engine.abort_waiting())
+        stranded = [i for i in lost if i in self._live and self._live[i].together]
+        for request_id in stranded:
+            self.abort(request_id)
+        return lost
+
+    def abort_all(self) -> set[int]:
+        """Give up all requests; returns their ids."""
+        requests = set(self._live)
+        for request_id in requests:
+            self.abort(request_id)
+        return requests
 
     def reset_prefix_cache(self) -> None:
         """Forget the K/V of all earlier prompts and outputs, as if the model were just loaded."""
         self.engine.scheduler.blocks.clear_cache()
 
-    def _discard(self, sequences: list[Sequence]) -> int:
+    def _discard(self, sequences: list[Sequence]) -> set[int]:
+        """Forget sequences that were given up; returns their requests."""
         for sequence in sequences:
             self._outputs.discard(sequence.request_id)
-        return len(sequences)
+            self._drop(sequence)
+        return {sequence.parent_id for sequence in sequences}
+
+    def _drop(self, sequence: Sequence) -> LiveRequest:
+        """Note that a sequence has ended; with its last one a request is no longer live."""
+        live = self._live[sequence.parent_id]
+        del live.sequence_ids[sequence.sample_index]
+        if not live.sequence_ids:
+            del self._live[sequence.parent_id]
+        return live
 
 
 def _prefix_cache(plan: EnginePlan) -> PrefixCache | None:
@@ -202,13 +243,13 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return [items] if items and all(isinstance(item, int) for item in items) else items
 
 
-def _one_each(params: SamplingParams | Seq[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _one_each(params: SamplingParams | Seq[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
     if isinstance(params, SamplingParams):
-        return [params] * count
+        return [params] * num_prompts
     if not isinstance(params, (list, tuple)) or not all(isinstance(p, SamplingParams) for p in params):
         raise UserError("sampling_params must be a SamplingParams, or a list with one a prompt")
-    if len(params) != count:
-        raise UserError(f"{count} prompts but {len(params)} sampling_params; give one for all, or one a prompt")
+    if len(params) != num_prompts:
+        raise UserError(f"{num_prompts} prompts but {len(params)} sampling_params; give one for all, or one a prompt")
     return list(params)

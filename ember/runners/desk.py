@@ -93,6 +93,6 @@ def read_chunks(
     """The rows that are left, in order, as pickled lists of `size` rows. Runs on the job's own node, in its folder."""
     os.chdir(folder)
     stopped = Flag(desk.stopped.remote())
-    rows = reader.rows(work.wants)
+    rows = work.rows(reader)
     while not stopped() and (chunk := list(islice(rows, size))):
         yield {"chunk": [pickle.dumps(chunk)]}

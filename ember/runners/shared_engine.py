@@ -85,7 +85,7 @@ class SharedEngine:
             tickets.append(ticket)
             if len(tickets) > 1:  # the cluster has sent the row again while it runs
                 continue
-            done = start(self._llm, row, self._config)
+            done = start(self._llm, row, self._config, together=True)
             if done is not None:
                 self._finish(done)
 
@@ -94,7 +94,6 @@ class SharedEngine:
             ticket.set_result(output)
 
     def _give_up_waiting(self) -> None:
-        for sequence in list(self._llm.engine.scheduler.waiting):
-            for ticket in self._live.pop(sequence.request_id):
+        for row_index in self._llm.abort_waiting():
+            for ticket in self._live.pop(row_index):
                 ticket.cancel()
-        self._llm.abort_waiting()

@@ -18,7 +18,15 @@ FORMATS = ("parquet", "jsonl", "openai_batch")
 
 def row(i, error=None):
     return {
-        **{"row_index": i, "id": f"id{i}", "sample_index": 0, "prompt": "p", "completion": "c", "token_ids": [i]},
+        **{
+            "row_index": i,
+            "id": f"id{i}",
+            "sample_index": 0,
+            "num_samples": 1,
+            "prompt": "p",
+            "completion": "c",
+            "token_ids": [i],
+        },
         **{"prompt_token_ids": [1], "finish_reason": "error" if error else "stop", "error": error, "seed": 2**63 - 1},
         **{"num_prompt_tokens": 1, "num_output_tokens": 1, "topic": None, "big": -(2**63), "latency_s": 0.1},
     }
@@ -41,9 +49,15 @@ def rows_of(folder, form):
                 yield from table.to_pylist()
 
 
+def keys(*triples):
+    """(row_index, sample_index, num_samples) of the samples in a part."""
+    names = ("row_index", "sample_index", "num_samples")
+    return pa.table({name: pa.array([t[i] for t in triples], pa.int64()) for i, name in enumerate(names)})
+
+
 def done_rows(num_rows, *indices, **shard):
     done = DoneRows(num_rows, **shard)
-    done.add(pa.chunked_array([indices], pa.int64()), "here/part-00000.parquet")
+    done.add(keys(*((i, 0, 1) for i in indices)), "here/part-00000.parquet")
     return done
 
 
@@ -59,14 +73,16 @@ def test_rows_that_are_there_are_done():
 @pytest.mark.parametrize("indices", [(3, 3), (10,), (-1,), (None,)], ids=["doubled", "beyond", "negative", "null"])
 def test_a_row_that_cannot_be_is_named_with_its_part(indices):
     """Parts copied together from two outputs: the job would finish with rows missing or doubled."""
-    with pytest.raises(UserError, match=rf"here/part-00000\.parquet: row_index {indices[-1]} is doubled or not"):
+    with pytest.raises(
+        UserError, match=rf"here/part-00000\.parquet: row_index {indices[-1]}, sample_index 0 is doubled or not"
+    ):
         done_rows(10, *indices)
 
 
 def test_another_shards_row_is_foreign():
     """A part of another shard under this one's name would hide that a row of that shard is done twice."""
     assert done_rows(10, 1, 4, 7, shard=1, num_shards=3).count(1, 10, 3) == 3
-    with pytest.raises(UserError, match="row_index 2 "):
+    with pytest.raises(UserError, match="row_index 2,"):
         done_rows(10, 1, 2, shard=1, num_shards=3)
 
 
@@ -74,7 +90,28 @@ def test_a_row_doubled_across_parts_is_found():
     """Each part alone looks fine."""
     done = done_rows(10, 1)
     with pytest.raises(UserError, match="other"):
-        done.add(pa.chunked_array([[0, 1]], pa.int64()), "other")
+        done.add(keys((0, 0, 1), (1, 0, 1)), "other")
+
+
+def test_a_row_is_done_when_all_its_samples_are():
+    """A row with one of three samples taken as done, and two samples never written; or all three computed again."""
+    done = DoneRows(4)
+    done.add(keys((1, 2, 3), (0, 0, 1), (2, 0, 2)), "a")
+    assert [i for i in range(4) if i in done] == [0]
+    assert [done.samples(i) for i in range(4)] == [frozenset(), {2}, {0}, frozenset()]
+    done.add(keys((1, 0, 3), (1, 1, 3)), "b")
+    assert [i for i in range(4) if i in done] == [0, 1]
+    assert done.samples(1) == frozenset()
+    assert done.count(0, 4, 1) == 2
+
+
+@pytest.mark.parametrize("key", [(1, 2, 3), (0, 0, 1), (2, 2, 2), (2, -1, 2), (2, None, 2), (2, 0, None)])
+def test_a_sample_that_cannot_be_is_named(key):
+    """Two samples overwriting each other's output: the same key twice, and another one missing for ever."""
+    done = DoneRows(4)
+    done.add(keys((1, 2, 3), (0, 0, 1)), "a")
+    with pytest.raises(UserError, match=rf"b: row_index {key[0]}, sample_index {key[1]} is doubled or not"):
+        done.add(keys(key), "b")
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -91,9 +128,9 @@ def test_parts_are_read_in_order_and_only_those_of_the_prefix(tmp_path, form):
     (tmp_path / f"party{suffix}").write_bytes(b"mine")
     read = list(read_parts(LocalStore(tmp_path), part_format(form), "part-"))
     assert [name for name, _ in read] == [f"part-{n}{suffix}" for n in ("00002", "99999", "100000")]
-    assert [keys["row_index"].to_pylist() for _, keys in read] == [[2], [99_999], [100_000]]
+    assert [table["row_index"].to_pylist() for _, table in read] == [[2], [99_999], [100_000]]
     shard = read_parts(LocalStore(tmp_path), part_format(form), "part-s000of002-")
-    assert [keys["row_index"].to_pylist() for _, keys in shard] == [[7]]
+    assert [table["row_index"].to_pylist() for _, table in shard] == [[7]]
     assert len(list(read_parts(LocalStore(tmp_path), part_format(form)))) == 4
 
 

@@ -27,7 +27,14 @@ ROOT = Path(__file__).resolve().parents[2]
 def row(i):
     return {
         **dict.fromkeys(SCHEMA.names),
-        **{"row_index": i, "id": f"id{i}", "sample_index": 0, "prompt": 'a "b",\nc', "completion": f"c{i}"},
+        **{
+            "row_index": i,
+            "id": f"id{i}",
+            "sample_index": 0,
+            "num_samples": 1,
+            "prompt": 'a "b",\nc',
+            "completion": f"c{i}",
+        },
         **{"prompt_token_ids": [1], "token_ids": [i, 2], "finish_reason": "stop", "seed": 2**63 - 1 - i},
         **{"num_prompt_tokens": 1, "num_output_tokens": 2, "latency_s": 0.1, "tags": [], "when": None if i else 1},
     }

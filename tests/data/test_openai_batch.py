@@ -33,9 +33,18 @@ def one(tmp_path, *, line=(), **body):
 
 def test_request_lines_are_rows(tmp_path):
     """OpenAI's own example needed a template, a mapping of columns and other names for the settings."""
-    asked = {"max_tokens": 16, "temperature": 0.5, "top_p": 0.9, "stop": ["\n"], "seed": 7, "top_k": 3, "min_p": None}
+    asked = {
+        "max_tokens": 16,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop": ["\n"],
+        "seed": 7,
+        "top_k": 3,
+        "min_p": None,
+        "n": 2,
+    }
     rows_in = [
-        {**LINE, "body": BODY | asked | {"user": "u", "metadata": {"k": "v"}, "store": True, "n": 1, "echo": False}},
+        {**LINE, "body": BODY | asked | {"user": "u", "metadata": {"k": "v"}, "store": True, "echo": False}},
         {**LINE, "custom_id": "r2", "body": {"model": "m", "prompt": [1, 2], "max_completion_tokens": 5, "stop": "x"}},
     ]
     reader, rows = read(write(tmp_path / "a.jsonl", *rows_in))
@@ -50,8 +59,6 @@ def test_request_lines_are_rows(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("n", 2),
-        ("n", True),
         ("best_of", 3),
         ("logprobs", 0),
         ("echo", True),
@@ -66,7 +73,7 @@ def test_request_lines_are_rows(tmp_path):
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_that_names_it(tmp_path, key, value):
-    """A request with n=2 or a penalty came back as if it had been served."""
+    """A request with a penalty came back as if it had been served."""
     row = one(tmp_path, **{key: value})
     assert row.prompt is None and f"body.{key}=" in row.error and "not supported" in row.error
     assert row.id == "r1" and row.columns["model"] == BODY["model"]
@@ -74,7 +81,7 @@ def test_what_cannot_be_honoured_is_an_error_that_names_it(tmp_path, key, value)
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("n", 1), ("best_of", None), ("echo", False), ("presence_penalty", 0), ("frequency_penalty", 0.0),
+    [("best_of", None), ("echo", False), ("presence_penalty", 0), ("frequency_penalty", 0.0),
      ("logit_bias", {}), ("stream", False), ("suffix", None), ("tools", []), ("unheard_of", None)],
 )  # fmt: skip
 def test_defaults_ask_for_nothing(tmp_path, key, value):

@@ -34,7 +34,7 @@ def run_stops(pieces, stop, min_tokens=0):
     """Push pieces until a stop string is complete: (stop string or None, tokens taken, final text)."""
     outputs = OutputProcessor(tokenizer_of(*pieces))
     sequence = make_sequence(0, 1, 50, stop=stop, min_tokens=min_tokens)
-    outputs.add(sequence, "p")
+    outputs.add(sequence)
     hit = None
     for token in range(len(pieces)):
         sequence.token_ids.append(token)
@@ -153,21 +153,20 @@ def finished(sequence):
     return sequence
 
 
-def test_a_result_carries_the_request():
+def test_a_result_carries_its_sequence():
     """Every field of a result comes from its own sequence."""
     outputs = OutputProcessor(FakeTokenizer())
     sequence = finished(make_sequence(4, 3, 9, seed=77))
-    outputs.add(sequence, "prompt")
+    outputs.add(sequence)
     for token in (0, 1):
         sequence.token_ids.append(token)
         assert outputs.push(4, token) is None
     sequence.num_preemptions, sequence.sample_index, sequence.num_cached_tokens = 2, 3, 1
     sequence.arrival_s, sequence.admitted_s, sequence.first_token_s, sequence.finished_s = 10.0, 10.5, 11.0, 13.0
     result = outputs.finish(sequence)
-    assert (result.request_id, result.prompt, result.text) == (4, "prompt", "ab")
-    assert (result.prompt_token_ids, result.token_ids) == (sequence.token_ids[:3], [0, 1])
+    assert (result.index, result.text, result.token_ids) == (3, "ab", [0, 1])
     assert (result.finish_reason, result.stop_reason, result.error, result.error_kind) == ("length", None, None, None)
-    assert (result.seed, result.sample_index, result.num_cached_tokens, result.num_preemptions) == (77, 3, 1, 2)
+    assert (result.num_cached_tokens, result.num_preemptions) == (1, 2)
     assert (result.queue_s, result.ttft_s, result.latency_s) == (0.5, 1.0, 3.0)
 
 
@@ -175,7 +174,7 @@ def test_times_that_never_came_are_none():
     """A request given up while waiting has no first token; 0 - arrival would be nonsense."""
     outputs = OutputProcessor(FakeTokenizer())
     sequence = finished(make_sequence(4))
-    outputs.add(sequence, None)
+    outputs.add(sequence)
     result = outputs.finish(sequence)
     assert (result.queue_s, result.ttft_s, result.latency_s) == (None, None, None)
 
@@ -184,8 +183,8 @@ def test_requests_do_not_share_text():
     """Two live requests, one of them in the middle of a character."""
     outputs = OutputProcessor(FakeTokenizer({0: FACE[:2], 1: FACE[2:], 2: b"x"}))
     first, second = finished(make_sequence(1)), finished(make_sequence(2))
-    outputs.add(first, "a")
-    outputs.add(second, "b")
+    outputs.add(first)
+    outputs.add(second)
     for request_id, token in ((1, 0), (2, 2), (1, 1)):
         outputs.push(request_id, token)
     assert outputs.finish(first).text == "😀"
@@ -196,10 +195,9 @@ def test_a_discarded_id_can_be_used_again():
     """A request given up must leave neither text nor an entry behind; an unknown id is no error."""
     outputs = OutputProcessor(FakeTokenizer())
     sequence = finished(make_sequence(1))
-    outputs.add(sequence, "old")
+    outputs.add(sequence)
     outputs.push(1, 0)
     outputs.discard(1)
     outputs.discard(1)
-    outputs.add(sequence, "new")
-    result = outputs.finish(sequence)
-    assert (result.prompt, result.text) == ("new", "")
+    outputs.add(sequence)
+    assert outputs.finish(sequence).text == ""

@@ -20,7 +20,7 @@ def build(builder, **kwargs):
 
 
 def fail_row(builder, i, kind="bad_row", error="broken"):
-    builder.add_row(finish_reason="error", error=f"{kind}: {error}" if kind else error, row_index=i, id=f"id{i}")
+    builder.add_sample(finish_reason="error", error=f"{kind}: {error}" if kind else error, row_index=i, id=f"id{i}")
 
 
 def width(line):
@@ -30,8 +30,8 @@ def width(line):
 def test_rows_are_counted():
     """Error rows left out of the rows done, or finish reasons keyed by an enum's repr."""
     builder = SummaryBuilder()
-    builder.add_row(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_output_tokens=5, row_index=0)
-    builder.add_row(finish_reason=FinishReason.LENGTH, num_prompt_tokens=4, num_output_tokens=7, row_index=1)
+    builder.add_sample(finish_reason=FinishReason.STOP, num_prompt_tokens=3, num_output_tokens=5, row_index=0)
+    builder.add_sample(finish_reason=FinishReason.LENGTH, num_prompt_tokens=4, num_output_tokens=7, row_index=1)
     fail_row(builder, 2)
     summary = build(builder)
     assert (summary.num_rows_done, summary.num_errors, summary.num_rows_total) == (3, 1, 3)
@@ -124,8 +124,9 @@ def test_every_number_has_one_scope():
     assert sorted([*JOB_KEYS, *ATTEMPT_KEYS, *kept_elsewhere]) == sorted(names)
     builder = SummaryBuilder()
     part = {"row_index": [0], "id": ["a"], "finish_reason": ["stop"], "error": pa.array([None], pa.string())}
+    part |= {"sample_index": [0], "num_samples": [1]}
     builder.add_committed(pa.table(part | {"num_prompt_tokens": [3], "num_output_tokens": [40]}))
-    builder.add_row(finish_reason="stop", num_prompt_tokens=4, num_output_tokens=7, row_index=1)
+    builder.add_sample(finish_reason="stop", num_prompt_tokens=4, num_output_tokens=7, row_index=1)
     summary = build(builder)
     job, attempt = summary.job_numbers(), summary.attempt_numbers()
     assert (job["num_rows_done"], job["num_prompt_tokens"], job["num_output_tokens"]) == (2, 7, 47)
@@ -135,7 +136,7 @@ def test_every_number_has_one_scope():
 def test_the_table_fits_80_columns_and_says_it_all():
     """A wrapped table, a cause without its remedy, or one that moves the cursor or takes twenty lines."""
     builder = SummaryBuilder()
-    builder.add_row(finish_reason="stop", num_prompt_tokens=10**9, num_output_tokens=10**9, row_index=0)
+    builder.add_sample(finish_reason="stop", num_prompt_tokens=10**9, num_output_tokens=10**9, row_index=0)
     fail_row(builder, 1, error="no such\ncolumn \x1b[2J" + "y" * 200)
     fail_row(builder, 2, error="漢字" * 300)
     builder.add_step(StepStats(step=0, blocks_used=4, blocks_total=8, kv_utilization=0.5, duration_s=1.0))

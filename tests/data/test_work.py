@@ -34,7 +34,8 @@ def test_a_job_without_shards_has_all_rows():
 def test_work_is_the_share_less_what_is_done():
     """Done rows of other shards, or beyond the limit, counted as this shard's."""
     done = DoneRows(20)
-    done.add(pa.chunked_array([[0, 1, 4, 16]], pa.int64()), "part")
+    zeros, ones = [0] * 4, [1] * 4
+    done.add(pa.table({"row_index": [0, 1, 4, 16], "sample_index": zeros, "num_samples": ones}), "part")
     work = Work(share(20, shard=1, num_shards=3, limit=12), done)
     assert [i for i in range(20) if work.wants(i)] == [7, 10]
     assert work.num_done == 2

@@ -29,6 +29,7 @@ DESIGN_COMPLETIONS = [
     "row_index",
     "id",
     "sample_index",
+    "num_samples",
     "prompt",
     "completion",
     "prompt_token_ids",
@@ -132,7 +133,7 @@ def test_completion_columns_are_the_design_s():
     assert not schema.field("row_index").nullable
     assert schema.field("token_ids").type == pa.list_(pa.int32())
     assert schema.field("seed").type == pa.int64()
-    assert schema.metadata == {b"ember.schema_version": b"1"}
+    assert schema.metadata == {b"ember.schema_version": b"2"}
 
 
 def test_step_columns_are_the_design_s():
@@ -148,7 +149,7 @@ def test_passed_columns_keep_their_types_and_take_nulls():
     schema = completions_schema(passed)
     assert schema.field("n").type == pa.int16()
     assert schema.field("n").nullable
-    assert schema.metadata == {b"ember.schema_version": b"1"}
+    assert schema.metadata == {b"ember.schema_version": b"2"}
 
 
 def test_two_columns_of_one_name_are_refused():
@@ -161,7 +162,7 @@ def test_every_completion_value_comes_back_exactly(tmp_path):
     """Large seeds through a double, or a None list turned into an empty one."""
     schema = completions_schema(pa.schema([("price", pa.float32())]))
     full = {
-        **{"row_index": 2**40, "id": "a", "sample_index": 1, "prompt": "é\n", "completion": "漢字"},
+        **{"row_index": 2**40, "id": "a", "sample_index": 1, "num_samples": 2, "prompt": "é\n", "completion": "漢字"},
         **{"prompt_token_ids": [1, 2], "token_ids": [], "finish_reason": "stop", "stop_reason": "\n", "error": None},
         **{"seed": 2**63 - 1, "num_prompt_tokens": 2, "num_output_tokens": 0, "num_cached_tokens": 0},
         **{"num_preemptions": 3, "queue_s": 0.1, "ttft_s": None, "latency_s": 1e-9, "price": 0.5},
@@ -172,7 +173,7 @@ def test_every_completion_value_comes_back_exactly(tmp_path):
     rows = pq.read_table(tmp_path).to_pylist()
     assert rows[0] == full
     assert rows[1] == {**dict.fromkeys(full), "row_index": 0, "error": "broken"}
-    assert pq.read_schema(tmp_path / "part-00000.parquet").metadata[b"ember.schema_version"] == b"1"
+    assert pq.read_schema(tmp_path / "part-00000.parquet").metadata[b"ember.schema_version"] == b"2"
 
 
 def test_a_step_row_holds_the_statistics(tmp_path):
