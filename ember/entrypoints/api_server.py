@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ember
@@ -18,7 +19,10 @@ from ember.serving.answer import CompletionAnswer
 from ember.serving.body import read_object
 from ember.serving.call import Call, Prompt
 from ember.serving.errors import ApiError, refused
-from ember.serving.respond import JsonResponse, StreamResponse, WholeResponse
+from ember.serving.guard import ApiKeyGuard
+from ember.serving.metrics import CONTENT_TYPE, Metrics
+from ember.serving.openapi import document
+from ember.serving.respond import BytesResponse, JsonResponse, ObservedResponse, StreamResponse, WholeResponse
 from ember.serving.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -31,32 +35,57 @@ if TYPE_CHECKING:
 class ApiServer:
     """The handlers, and what they share."""
 
-    def __init__(self, config: ServerConfig, plan: EnginePlan, engine: AsyncEngine) -> None:
-        self._config, self._plan, self._engine = config, plan, engine
+    def __init__(self, config: ServerConfig, plan: EnginePlan, engine: AsyncEngine, metrics: Metrics) -> None:
+        self._config, self._plan, self._engine, self._metrics = config, plan, engine, metrics
         self._admission = Admission(plan)
         self._model = config.served_model or plan.folder.name
         self._created = int(time.time())
 
     def app(self) -> FastAPI:
-        """The application.
-
-        Raises:
-            UserError: FastAPI is not installed.
-        """
+        """The application."""
         from fastapi import FastAPI
+        from starlette.exceptions import HTTPException
+        from starlette.middleware.cors import CORSMiddleware
 
         app = FastAPI(title="ember", version=ember.__version__, docs_url=None, redoc_url=None)
-        app.add_route("/health", self.health, methods=["GET"])
-        app.add_route("/v1/models", self.models, methods=["GET"])
-        app.add_route("/v1/completions", self.completions, methods=["POST"])
-        app.add_exception_handler(ApiError, _on_api_error)
+        app.openapi = lambda: document(self._config, self._plan, self._model)  # type: ignore[method-assign]
+        for path, (method, handler) in self._routes().items():
+            app.add_route(path, self._counted(path, handler), methods=[method])
+        app.add_exception_handler(HTTPException, _on_http_error)
+        app.add_exception_handler(Exception, _on_bug)
+        if self._config.api_key is not None:
+            app.add_middleware(ApiKeyGuard, key=self._config.api_key)
+        if origins := self._config.cors_origins:
+            app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         return app
+
+    def _routes(self) -> dict[str, tuple[str, Handler]]:
+        return {
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self.metrics),
+            "/v1/models": ("GET", self.models),
+            "/v1/completions": ("POST", self.completions),
+        }
+
+    def _counted(self, path: str, handler: Handler) -> Handler:
+        async def handle(request: HttpRequest) -> Any:
+            try:
+                response = await handler(request)
+            except ApiError as error:
+                response = JsonResponse.of_error(error)
+            return ObservedResponse(response, partial(self._metrics.answered, path))
+
+        return handle
 
     async def health(self, request: HttpRequest) -> Any:
         """Whether requests are taken."""
         if not self._engine.healthy:
             raise ApiError(503, "the server takes no requests: it is shutting down, or its engine has died")
         return JsonResponse({"status": "ok"})
+
+    async def metrics(self, request: HttpRequest) -> Any:
+        """Numbers for Prometheus."""
+        return BytesResponse(self._metrics.text(), CONTENT_TYPE)
 
     async def models(self, request: HttpRequest) -> Any:
         """The one model there is."""
@@ -102,6 +131,13 @@ class ApiServer:
             raise ApiError(503, "the server is shutting down", code="server_stopped") from None
 
 
-async def _on_api_error(request: HttpRequest, error: Exception) -> Any:
-    assert isinstance(error, ApiError)
-    return JsonResponse.of_error(error)
+async def _on_http_error(request: HttpRequest, error: Any) -> Any:
+    """No such path or method."""
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    refusal = ApiError(error.status_code, message)
+    return JsonResponse(refusal.body, status=error.status_code, headers=error.headers)
+
+
+async def _on_bug(request: HttpRequest, error: Exception) -> Any:
+    """The traceback goes to the server's log, not to the client."""
+    return JsonResponse.of_error(ApiError(500, "the server failed; see its log", code="internal_error"))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Thread
+from typing import Protocol
 
 from ember.core.batch import StepOutput
 from ember.data.output import RequestOutput
@@ -52,6 +53,16 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     output: RequestOutput | None = None
+
+
+class Observer(Protocol):
+    """Hears what the engine does."""
+
+    def step(self, step: StepOutput) -> None:
+        """A step is done; called in the engine's thread."""
+
+    def finished(self, output: RequestOutput) -> None:
+        """A request has ended; called in the event loop."""
 
 
 class Generation:
@@ -127,12 +138,11 @@ class AsyncEngine:
         self._num_open = 0
         self._accepting = self._running = False
         self._all_closed = asyncio.Event()
-        self._on_step: Callable[[StepOutput], None] = lambda step: None
 
-    def start(self, on_step: Callable[[StepOutput], None] | None = None) -> None:
-        """Begin, within the event loop that will call; `on_step` is told of every step, in the thread."""
+    def start(self, observer: Observer | None = None) -> None:
+        """Begin, within the event loop that will call."""
         self._loop = asyncio.get_running_loop()
-        self._on_step = on_step or self._on_step
+        self._observer = observer
         self._accepting = self._running = True
         self._thread.start()
 
@@ -194,7 +204,10 @@ class AsyncEngine:
     def _hand_over(self, news: list[News]) -> None:
         for generation, piece in news:
             generation.put(piece)
-            self._close(piece.output is not None)
+            if piece.output is not None:
+                self._close(1)
+                if self._observer is not None:
+                    self._observer.finished(piece.output)
 
     # from here on: the thread
 
@@ -217,17 +230,13 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _start(self, generation: Generation, requests: Sequence[Request], stream: bool) -> None:
-        ids = self._ids[generation] = []
-        news: list[News] = []
+        first, self._num_requests = self._num_requests, self._num_requests + len(requests)
         for index, request in enumerate(requests):
-            request_id, self._num_requests = self._num_requests, self._num_requests + 1
-            ids.append(request_id)
             text = TextStream(request.params.stop) if stream else None
-            self._live[request_id] = _Live(generation, index, text)
-            done = self._add(request_id, request)
-            if done is not None:
-                news.append(self._finish(done))
-        if news:
+            self._live[first + index] = _Live(generation, index, text)
+        self._ids[generation] = list(range(first, first + len(requests)))
+        done = [self._add(first + index, request) for index, request in enumerate(requests)]
+        if news := [self._finish(output) for output in done if output is not None]:
             self._tell(self._hand_over, news)
 
     def _add(self, request_id: int, request: Request) -> RequestOutput | None:
@@ -250,20 +259,25 @@ class AsyncEngine:
             logging.getLogger(__name__).exception("an engine step failed; its requests end with an error")
             self._fail_all(BROKEN)
             return
-        news = self._new_text(step)
+        news = self._new_text(step, {output.request_id for output in outputs})
         news += [self._finish(output) for output in outputs]
         if news:
             self._tell(self._hand_over, news)
-        self._on_step(step)
+        if self._observer is not None:
+            self._observer.step(step)
 
-    def _new_text(self, step: StepOutput) -> list[News]:
-        news: list[News] = []
+    def _new_text(self, step: StepOutput, finished: set[int]) -> list[News]:
+        """Pieces of those that go on; the others' come with their results."""
+        streams: dict[int, tuple[_Live, TextStream]] = {}
         for token in step.tokens:
             live = self._live[token.request_id]
-            if live.text is None:
-                continue
-            live.token_ids.append(token.token_id)
-            if token.finish_reason is None and (text := live.text.take(self._llm.text_so_far(token.request_id))):
+            if live.text is not None:
+                live.token_ids.append(token.token_id)
+                streams[token.request_id] = live, live.text
+        news: list[News] = []
+        for request_id in streams.keys() - finished:
+            live, stream = streams[request_id]
+            if text := stream.take(self._llm.text_so_far(request_id)):
                 news.append((live.generation, Piece(live.index, text, live.token_ids)))
                 live.token_ids = []
         return news

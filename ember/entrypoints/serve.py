@@ -61,12 +61,16 @@ async def _serve(config: ServerConfig) -> int:
     from ember.entrypoints.llm import LLM
     from ember.entrypoints.plan import EnginePlan
     from ember.serving.http_server import HttpServer, listen
+    from ember.serving.metrics import Metrics
 
     _check_extra()
     plan = EnginePlan.resolve(config)
     with listen(config.host, config.port) as bound:
-        engine = AsyncEngine(LLM.from_plan(plan), max_open=config.max_num_seqs + config.max_queue)
-        return await HttpServer(config, ApiServer(config, plan, engine).app(), engine, bound).run()
+        llm = LLM.from_plan(plan)
+        metrics = Metrics(llm)
+        engine = AsyncEngine(llm, max_open=config.max_num_seqs + config.max_queue)
+        app = ApiServer(config, plan, engine, metrics).app()
+        return await HttpServer(config, app, engine, bound).run(metrics)
 
 
 def _check_extra() -> None:

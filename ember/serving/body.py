@@ -11,6 +11,8 @@ from ember.serving.errors import ApiError
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+DISCARD_BYTES = 64 << 20
+
 
 async def read_object(request: Request, *, max_bytes: int, timeout_s: float) -> dict[str, Any]:
     """The JSON object in a body.
@@ -45,15 +47,21 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
+    """A body that is too large is read on, up to a point: a client that is still sending would not hear the answer."""
+    most = max_bytes + DISCARD_BYTES
     said = request.headers.get("content-length", "0")
-    if said.isdecimal() and int(said) > max_bytes:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > max_bytes:
-            raise too_large
+    body, size = bytearray(), 0
+    if not said.isdecimal() or len(said) > 18 or int(said) > most:
+        size = most + 1
+    else:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > most:
+                break
+            if size <= max_bytes:
+                body += chunk
+    if size > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes", code="body_too_large")
     return bytes(body)
 
 

@@ -49,6 +49,8 @@ class Call:
         prompts = _prompts(given)
         if len(prompts) > max_choices:
             raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {max_choices} a request", param="prompt")
+        if not isinstance(given.get("user", ""), str):
+            raise ApiError(400, "user must be text", param="user", code="invalid_value")
         stream = _flag(given, "stream")
         return Call(
             prompts=prompts,
@@ -62,22 +64,30 @@ class Call:
 
 def _prompts(given: dict[str, Any]) -> list[Prompt]:
     prompt = given.get("prompt")
+    if prompt is None:
+        raise ApiError(400, "prompt is missing", param="prompt", code="invalid_value")
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
-        what = "prompt is missing" if prompt is None else "prompt must be a string, a list of strings or token ids"
-        raise ApiError(400, what, param="prompt")
-    if all(_is_id(item) for item in prompt):
-        return [prompt]
-    for item in prompt:
-        if not isinstance(item, str) and not (isinstance(item, list) and all(_is_id(i) for i in item)):
-            wanted = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
-            raise ApiError(400, wanted, param="prompt")
-    return prompt
+        raise _no_prompt()
+    if not isinstance(prompt[0], (str, list)):
+        return [_ids(prompt)]
+    return [item if isinstance(item, str) else _ids(item) for item in prompt]
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _ids(value: Any) -> list[int]:
+    """Token ids; JSON knows no whole numbers, so 3.0 is 3."""
+    if not isinstance(value, list):
+        raise _no_prompt()
+    ids = [int(item) if isinstance(item, float) and item.is_integer() else item for item in value]
+    if any(isinstance(item, bool) or not isinstance(item, int) for item in ids):
+        raise _no_prompt()
+    return ids
+
+
+def _no_prompt() -> ApiError:
+    wanted = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
+    return ApiError(400, wanted, param="prompt", code="invalid_value")
 
 
 def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:

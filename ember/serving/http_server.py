@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ember.entrypoints.async_engine import AsyncEngine
+from ember.entrypoints.async_engine import AsyncEngine, Observer
 from ember.errors import ConfigError
 from ember.interrupt import SIGNALS
 from ember.serving.settings import ServerConfig
@@ -48,16 +48,18 @@ class HttpServer:
         self._signum: int | None = None
         self._stop = asyncio.Event()
 
-    async def run(self) -> int:
+    async def run(self, observer: Observer) -> int:
         """Serve until a signal comes; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in SIGNALS:
             loop.add_signal_handler(number, self._on_signal, number)
-        self._engine.start()
+        self._engine.start(observer)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started and not self._stop.is_set():
+            await asyncio.sleep(0.01)
         host, port = self._socket.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         print(f"serving on http://{shown}:{port} (Ctrl-C to stop)", file=sys.stderr, flush=True)
-        serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._stop.wait()
         self._server.should_exit = True
         print(f"stopping: {self._engine.num_open} open requests (once more to stop at once)", file=sys.stderr)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -15,24 +15,49 @@ from ember.serving.errors import ApiError, failed
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
-class JsonResponse:
+class BytesResponse:
     """A whole body, as an ASGI application."""
 
-    def __init__(self, value: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self.body, self.status, self.headers = as_json(value), status, headers or {}
+    def __init__(self, body: bytes, kind: str, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        self.body, self.status = body, status
+        self.headers = {**(headers or {}), "content-type": kind, "content-length": str(len(body))}
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Send it."""
+        await send(_start(self.status, self.headers))
+        await send({"type": "http.response.body", "body": self.body})
+
+
+class JsonResponse(BytesResponse):
+    """A JSON body."""
+
+    def __init__(self, value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(as_json(value), "application/json", status=status, headers=headers)
 
     @staticmethod
     def of_error(error: ApiError) -> JsonResponse:
         """The answer to what went wrong."""
         return JsonResponse(error.body, status=error.status, headers=error.headers)
 
+
+class ObservedResponse:
+    """Another response, whose status somebody hears of."""
+
+    def __init__(self, response: App, heard: Callable[[int], None]) -> None:
+        self._response, self._heard = response, heard
+
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Send it."""
-        own = {"content-type": "application/json", "content-length": str(len(self.body)), **self.headers}
-        await send(_start(self.status, own))
-        await send({"type": "http.response.body", "body": self.body})
+
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._heard(message["status"])
+            await send(message)
+
+        await self._response(scope, receive, observed)
 
 
 class WholeResponse:
@@ -104,6 +129,6 @@ async def _until_gone(receive: Receive, generation: Generation) -> None:
     generation.give_up()
 
 
-def _start(status: int, headers: dict[str, str]) -> Message:
+def _start(status: int, headers: Mapping[str, str]) -> Message:
     pairs = [(key.lower().encode(), value.encode()) for key, value in headers.items()]
     return {"type": "http.response.start", "status": status, "headers": pairs}
