@@ -33,10 +33,13 @@ CPU = torch.device("cpu")
 torch.set_num_threads(1)  # on tensors this small threads only wait for each other; on shared cores 5 times as long
 
 
-def make_sequence(request_id, prompt_len=4, max_tokens=4, *, stop_ids=(), **params):
-    """A request with a prompt that no other id has; `stop_ids` are those besides its stop_token_ids."""
+def make_sequence(request_id, prompt_len=4, max_tokens=4, *, shared=0, stop_ids=(), **params):
+    """A request with a prompt that no other id has, but for the first `shared` tokens, which all have.
+
+    `stop_ids` are those besides its stop_token_ids.
+    """
     chosen = SamplingParams(max_tokens=max_tokens, **params)
-    prompt = [(7 * request_id + 3 * i) % EOS for i in range(prompt_len)]
+    prompt = [i % EOS if i < shared else (7 * request_id + 3 * i + 1) % EOS for i in range(prompt_len)]
     stops = frozenset(stop_ids) | frozenset(chosen.stop_token_ids)
     return Sequence(request_id, prompt, chosen, chosen.seed or request_id, max_tokens, stop_ids=stops)
 
@@ -103,11 +106,13 @@ def make_engine(
     max_num_batched_tokens=64,
     runner=None,
     proposer=None,
-    prefix_cache=True,
+    prefixes=None,
 ):
-    """An engine over the fake runner."""
+    """An engine over the fake runner, with a prefix cache."""
+    if prefixes is None:
+        prefixes = PrefixCache(block_size)
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size, PrefixCache(block_size) if prefix_cache else None),
+        BlockManager(num_blocks, block_size, prefixes),
         policy=policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

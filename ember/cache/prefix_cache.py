@@ -90,9 +90,6 @@ class PrefixCache:
     def __contains__(self, block: int) -> bool:
         return block in self._prefixes
 
-    def __len__(self) -> int:
-        return len(self._prefixes)
-
     def match(self, request_id: int, token_ids: Sequence[int]) -> PrefixHit:
         """The longest run of reusable blocks from the first token on. At least one token is left to compute."""
         chain = self._chains.setdefault(request_id, _Chain())

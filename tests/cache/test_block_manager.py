@@ -131,7 +131,9 @@ class BlockManagerMachine(RuleBasedStateMachine):
         if any(len(self.blocks.block_table(i)) > self.blocks.blocks_for(len(t)) for i, t in self.tokens.items()):
             return  # tables with a surplus differ in their last block
         size = self.blocks.block_size
-        slots = {(self.blocks.block_table(i)[p // size], p % size) for i, t in self.tokens.items() for p in range(len(t))}
+        slots = {
+            (self.blocks.block_table(i)[p // size], p % size) for i, t in self.tokens.items() for p in range(len(t))
+        }
         counts = {i: len(tokens) for i, tokens in self.tokens.items() if tokens}
         assert self.blocks.live_tokens(counts) == len(slots)
 

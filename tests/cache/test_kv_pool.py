@@ -125,3 +125,18 @@ def test_a_pool_beyond_the_memory_is_one_line(pool_size):
     """The allocator's own traceback, after the model was loaded."""
     with pytest.raises(UserError, match="set a smaller pool_size"):
         count(pool_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_a_copied_block_is_the_same_in_all_layers(dtype):
+    """A copy on write that forgets a layer, the values or the scales of int8."""
+    pool = KVPool(shape(8, dtype), 4, CPU)
+    for seed, layer in enumerate(pool.layers):
+        k, v = torch.randn(2, 32, 3, 5, generator=torch.Generator().manual_seed(seed))
+        layer.write(k, v, torch.arange(32))
+    before = [[part.clone() for part in layer.gather(torch.arange(32).view(4, 8))] for layer in pool.layers]
+    pool.copy_block(2, 0)
+    for layer, old in zip(pool.layers, before, strict=True):
+        for new, was in zip(layer.gather(torch.arange(32).view(4, 8)), old, strict=True):
+            assert torch.equal(new[0], was[2])
+            assert torch.equal(new[1:], was[1:])

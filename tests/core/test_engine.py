@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ember.cache.prefix_cache import PrefixCache, strong_digest
 from ember.core.sequence import FinishReason, SequenceStatus
 from tests.fakes import EOS, POLICIES, continuation, make_engine, make_sequence, run_engine
 
@@ -230,7 +231,7 @@ def check_stats(engine, stats, scheduled):
     counted = stats.num_prefill_tokens + stats.num_decode_tokens + stats.num_recomputed_tokens
     assert counted == sum(count for _, _, count in scheduled)
     assert len(scheduled) <= stats.num_running
-    assert stats.kv_tokens >= sum(start + count for _, start, count in scheduled)
+    assert stats.kv_tokens >= max(start + count for _, start, count in scheduled)
     assert stats.num_prefill_seqs <= len(scheduled)
     assert stats.duration_s >= 0
 
@@ -243,9 +244,13 @@ def check_stats(engine, stats, scheduled):
     spare=st.integers(0, 20),
     budget=st.integers(1, 40),
     seqs=st.integers(1, 6),
+    shared=st.sampled_from([0, 0, 5, 15]),
+    digest=st.sampled_from([strong_digest, lambda data: bytes([sum(data) % 2])]),
 )
-def test_any_schedule_gives_the_same_tokens_and_true_statistics(policy, seed, block_size, spare, budget, seqs):
-    """Blocks mixed up, K/V of a preempted sequence reused, positions off by one: the fake network reads its slots."""
+def test_any_schedule_gives_the_same_tokens_and_true_statistics(
+    policy, seed, block_size, spare, budget, seqs, shared, digest
+):
+    """Blocks mixed up, K/V of other tokens reused, positions off by one: the fake network reads its slots."""
     random_ = random.Random(seed)
     engine = make_engine(
         policy,
@@ -253,11 +258,12 @@ def test_any_schedule_gives_the_same_tokens_and_true_statistics(policy, seed, bl
         block_size=block_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
+        prefixes=PrefixCache(block_size, digest=digest),
     )
     sequences = []
     for i in range(random_.randint(1, 9)):
         prompt_len = random_.randint(1, 15)
-        sequences.append(make_sequence(i, prompt_len, random_.randint(1, 16 - prompt_len)))
+        sequences.append(make_sequence(i, prompt_len, random_.randint(1, 16 - prompt_len), shared=shared))
     steps = run_randomly(engine, sequences, random_)
     for sequence in sequences:
         assert sequence.output_token_ids == expected(sequence, sequence.max_tokens)
@@ -265,10 +271,20 @@ def test_any_schedule_gives_the_same_tokens_and_true_statistics(policy, seed, bl
 
 
 def check_totals(steps, sequences):
-    """Every prompt token is a prefill token once, every output token but a request's last a decode token once."""
-    assert sum(s.num_prefill_tokens for s in steps) == sum(s.num_prompt_tokens for s in sequences)
-    wasted = sum(s.num_proposed_tokens - s.num_accepted_tokens for s in steps)
-    assert sum(s.num_decode_tokens for s in steps) - wasted == sum(s.num_output_tokens - 1 for s in sequences)
+    """Every prompt token is a prefill token once, every output token but a request's last a decode token once.
+
+    Or it is found; by one that was preempted, also output that it had computed, or that others did.
+    """
+    prompts = sum(s.num_prompt_tokens for s in sequences)
+    decoded = sum(s.num_output_tokens - 1 for s in sequences)
+    found, cached = sum(s.prefix_hit_tokens for s in steps), sum(s.num_cached_tokens for s in sequences)
+    prefill, decode = sum(s.num_prefill_tokens for s in steps), sum(s.num_decode_tokens for s in steps)
+    decode -= sum(s.num_proposed_tokens - s.num_accepted_tokens for s in steps)
+    assert cached <= found
+    assert prompts - found <= prefill <= prompts - cached
+    assert prompts + decoded - found <= prefill + decode <= prompts + decoded - cached
+    if not any(s.num_preemptions for s in sequences):
+        assert (prefill, decode, cached) == (prompts - found, decoded, found)
     assert sum(s.num_preempted for s in steps) == sum(s.num_preemptions for s in sequences)
     assert sum(s.num_finished for s in steps) == len(sequences)
     assert bool(sum(s.num_recomputed_tokens for s in steps)) <= bool(sum(s.num_preempted for s in steps))

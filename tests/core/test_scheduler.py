@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ember.cache.block_manager import BlockManager
+from ember.cache.prefix_cache import PrefixCache
+from ember.core.batch import SchedulerOutput
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import SequenceStatus
 from tests.fakes import POLICIES, advance, make_sequence
@@ -17,8 +19,8 @@ from tests.fakes import POLICIES, advance, make_sequence
 MAX_LEN = 12
 
 
-def make_scheduler(policy, *, num_blocks=32, block_size=2, max_num_seqs=4, budget=16):
-    blocks = BlockManager(num_blocks, block_size)
+def make_scheduler(policy, *, num_blocks=32, block_size=2, max_num_seqs=4, budget=16, prefix_cache=True):
+    blocks = BlockManager(num_blocks, block_size, PrefixCache(block_size) if prefix_cache else None)
     return Scheduler(blocks, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
 
 
@@ -53,8 +55,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         spare_blocks=st.integers(0, 8),
         max_num_seqs=st.integers(1, 4),
         budget=st.one_of(st.integers(1, 6), st.just(50)),
+        prefix_cache=st.booleans(),
     )
-    def start(self, policy, block_size, spare_blocks, max_num_seqs, budget):
+    def start(self, policy, block_size, spare_blocks, max_num_seqs, budget, prefix_cache):
         """The pool holds one sequence of MAX_LEN tokens and little more."""
         self.scheduler = make_scheduler(
             policy,
@@ -62,14 +65,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             budget=budget,
+            prefix_cache=prefix_cache,
         )
         self.live = {}
         self.count = 0
         self.batch, self.batch_closed = set(), False
 
-    @rule(prompt_len=st.integers(1, MAX_LEN - 1), max_tokens=st.integers(1, MAX_LEN))
-    def add(self, prompt_len, max_tokens):
-        sequence = make_sequence(self.count, prompt_len, min(max_tokens, MAX_LEN - prompt_len))
+    @rule(prompt_len=st.integers(1, MAX_LEN - 1), max_tokens=st.integers(1, MAX_LEN), shared=st.integers(0, MAX_LEN))
+    def add(self, prompt_len, max_tokens, shared):
+        sequence = make_sequence(self.count, prompt_len, min(max_tokens, MAX_LEN - prompt_len), shared=shared)
         self.count += 1
         self.live[sequence.request_id] = sequence
         self.scheduler.add(sequence)
@@ -89,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         self._check_limits(plan)
         self._check_order(plan, oldest)
+        self._check_line(plan)
         self._check_static(plan, new)
         self._check_shares(plan, tables)
         for sequence in advance(plan):
@@ -107,16 +112,28 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def _check_order(self, plan, oldest):
         scheduled = ids(s.sequence for s in plan.scheduled)
-        assert scheduled == sorted(set(scheduled))
+        assert len(scheduled) == len(set(scheduled))
         assert not set(scheduled) & set(ids(plan.preempted))
         assert not set(ids(oldest)) & set(ids(plan.preempted)), "the oldest running sequence was preempted"
         for sequence in plan.preempted:
             assert sequence.num_computed_tokens == 0
 
+    def _check_line(self, plan):
+        """Nobody passes another in line, but one that waits for what someone is computing right now."""
+        last = max(ids(plan.admitted), default=-1)
+        for sequence in (s for s in self.scheduler.waiting if s.request_id < last):
+            assert self.scheduler.blocks.lookup(sequence.request_id, sequence.token_ids).pending
+
     def _check_shares(self, plan, tables):
+        blocks = self.scheduler.blocks
+        found = sum(s.start for s in plan.scheduled if s.sequence in plan.admitted)
+        assert plan.prefix_hit_tokens == found
         for s in plan.scheduled:
             sequence = s.sequence
             assert s.start == sequence.num_computed_tokens
+            assert s.copies == [], "nothing is written where others read"
+            written = s.block_table[s.start // blocks.block_size :]
+            assert all(blocks._ref_counts[block] == 1 for block in written)
             assert 0 < s.num_new_tokens <= sequence.num_uncomputed_tokens
             assert s.samples == (s.start + s.num_new_tokens == sequence.num_tokens)
             old = tables.get(sequence.request_id, [])
@@ -135,15 +152,17 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def order_and_blocks(self):
-        """running + waiting are in order of arrival, all are there, and each holds the blocks of its tokens only."""
+        """running and waiting are in order of arrival, all are there, and each holds the blocks of its tokens only."""
         if not hasattr(self, "scheduler"):
             return
         running, blocks = self.scheduler.running, self.scheduler.blocks
         blocks.check_integrity()
-        assert ids(running) + ids(self.scheduler.waiting) == sorted(self.live)
-        held = [len(blocks.block_table(i)) for i in ids(running)]
-        assert held == [blocks.blocks_for(s.num_computed_tokens) for s in running]
-        assert sum(held) == blocks.num_used
+        waiting = self.scheduler.waiting
+        assert all(ids(line) == sorted(ids(line)) for line in (running, waiting))
+        assert sorted(ids(running) + ids(waiting)) == sorted(self.live)
+        held = [list(blocks.block_table(i)) for i in ids(running)]
+        assert [len(table) for table in held] == [blocks.blocks_for(s.num_computed_tokens) for s in running]
+        assert len({block for table in held for block in table}) == blocks.num_used
 
     def teardown(self):
         """Whatever was done before, the rest comes to an end."""
@@ -168,8 +187,14 @@ TestScheduler = SchedulerMachine.TestCase
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32), block_size=st.integers(1, 6), budget=st.integers(1, 30), seqs=st.integers(1, 8))
-def test_nothing_starves(policy, seed, block_size, budget, seqs):
+@given(
+    seed=st.integers(0, 2**32),
+    block_size=st.integers(1, 6),
+    budget=st.integers(1, 30),
+    seqs=st.integers(1, 8),
+    shared=st.integers(0, 11),
+)
+def test_nothing_starves(policy, seed, block_size, budget, seqs, shared):
     """A pool that barely holds one sequence must not lead to sequences that preempt each other for ever."""
     random_ = random.Random(seed)
     scheduler = make_scheduler(
@@ -178,7 +203,8 @@ def test_nothing_starves(policy, seed, block_size, budget, seqs):
     sequences = []
     for request_id in range(random_.randint(1, 10)):
         prompt_len = random_.randint(1, MAX_LEN - 1)
-        sequences.append(make_sequence(request_id, prompt_len, random_.randint(1, MAX_LEN - prompt_len)))
+        max_tokens = random_.randint(1, MAX_LEN - prompt_len)
+        sequences.append(make_sequence(request_id, prompt_len, max_tokens, shared=shared))
         scheduler.add(sequences[-1])
     drain(scheduler, sequences)
     assert all(s.num_output_tokens == s.max_tokens for s in sequences)
@@ -316,3 +342,111 @@ def test_an_idle_scheduler_schedules_nothing():
     """schedule() with nothing to do must come back empty, not fail."""
     for policy in POLICIES:
         assert shares(make_scheduler(policy).schedule()) == []
+
+
+def run_until_decoding(scheduler):
+    """Shares of each step until one only decodes."""
+    plans = []
+    while True:
+        plan = scheduler.schedule()
+        if all(is_decode(s) for s in plan.scheduled):
+            return plans
+        plans.append(shares(plan))
+        advance(plan)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_wait_for_the_prefix_that_another_computes(policy):
+    """Admitted together before any is cached, equal prefixes would all be computed; others need not wait."""
+    scheduler = make_scheduler(policy, budget=100, max_num_seqs=9)
+    for i in range(4):
+        scheduler.add(make_sequence(i, 9, 3, shared=6))
+    scheduler.add(make_sequence(4, 5, 3))
+    first, second = run_until_decoding(scheduler)
+    assert first == [(0, 0, 9), (4, 0, 5)]
+    own = [(1, 6, 3), (2, 6, 3), (3, 6, 3)]
+    assert second == ([(0, 9, 1), (4, 5, 1), *own] if policy == "mixed" else own)
+    assert [s.num_cached_tokens for s in scheduler.running] == [0, 6, 6, 6, 0]
+
+
+def test_rows_wait_through_the_chunks_of_a_long_prefix():
+    """The first chunk's blocks are there before the rest: a row that starts then computes the rest a second time."""
+    scheduler = make_scheduler("mixed", budget=4, max_num_seqs=9)
+    for i in range(2):
+        scheduler.add(make_sequence(i, 11, 3, shared=10))
+    assert run_until_decoding(scheduler) == [[(0, 0, 4)], [(0, 4, 4)], [(0, 8, 3)], [(0, 11, 1), (1, 10, 1)]]
+
+
+def test_the_budget_is_counted_after_the_hit():
+    """A token count from before the hit was known: rows would be kept out of a step that they fit."""
+    scheduler = make_scheduler("prefill_first", budget=10, max_num_seqs=9)
+    for i in range(6):
+        scheduler.add(make_sequence(i, 10, 2, shared=8))
+    assert run_until_decoding(scheduler) == [[(0, 0, 10)], [(i, 8, 2) for i in range(1, 6)]]
+
+
+def test_room_is_counted_after_the_hit():
+    """Shared blocks counted again for each row would keep rows out of a pool that holds them."""
+    scheduler = make_scheduler("prefill_first", num_blocks=4 + 1 + 5 + 5, budget=100, max_num_seqs=9)
+    for i in range(6):
+        scheduler.add(make_sequence(i, 10, 1, shared=8))
+    step(scheduler)
+    assert [s.request_id for s in scheduler.schedule().admitted] == [1, 2, 3, 4, 5]
+
+
+def test_a_row_whose_leader_is_gone_computes_the_prefix_itself():
+    """An abort of the one that computes must not leave the others waiting."""
+    scheduler = make_scheduler("mixed", budget=4, max_num_seqs=9)
+    sequences = [make_sequence(i, 11, 1, shared=10) for i in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    assert shares(step(scheduler)) == [(0, 0, 4)]
+    scheduler.finish(sequences[0])
+    assert shares(step(scheduler)) == [(1, 4, 4)]
+
+
+@pytest.mark.parametrize("length", [7, 8, 9])
+def test_recompute_after_preemption_hits_the_cache(length):
+    """K/V that are still there would be computed again; at a block's edge a token would be lost or counted twice."""
+    scheduler = make_scheduler("prefill_first", num_blocks=16)
+    sequence = make_sequence(0, length, 3)
+    scheduler.add(sequence)
+    step(scheduler)
+    for _ in range(2):
+        scheduler._publish(sequence)
+        scheduler._preempt(sequence, SchedulerOutput())
+        tokens = sequence.num_tokens
+        found = min((tokens - 1) // 2 * 2, sequence.max_computed_tokens // 2 * 2)
+        assert shares(step(scheduler)) == [(0, found, tokens - found)]
+    assert sequence.num_output_tokens == 3
+    assert sequence.num_cached_tokens == 0, "what it computed itself is no saving"
+
+
+def test_the_victim_is_the_one_that_loses_least():
+    """The youngest may have the longest prompt; what others hold too it would find again."""
+    scheduler = make_scheduler("mixed", num_blocks=20, budget=100, max_num_seqs=9)
+    for i, (length, shared) in enumerate([(11, 10), (3, 0), (8, 0), (11, 10)]):
+        scheduler.add(make_sequence(i, length, 30, shared=shared))
+    for _ in range(2):
+        step(scheduler)
+    costs = {s.request_id: scheduler._cost_of_preempting(s) for s in scheduler.running}
+    assert costs == {0: 2, 1: 4, 2: 9, 3: 1}
+    assert [scheduler._victim(s).request_id for s in scheduler.running] == [3, 3, 3, 3]
+    scheduler.finish(scheduler.running[3])
+    assert [scheduler._victim(s).request_id for s in scheduler.running] == [1, 1, 2]
+
+
+def test_who_holds_nothing_of_its_own_is_no_victim():
+    """Preempting it gives no room, and its own work is lost for nothing."""
+    scheduler = make_scheduler("mixed", num_blocks=20, budget=100, max_num_seqs=9)
+    first, second = make_sequence(0, 5, 30), make_sequence(1, 9, 30)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    step(scheduler)
+    third = make_sequence(2, 9, 30)
+    third.num_computed_tokens = 9
+    scheduler.blocks.fork(1, 2)
+    scheduler.running.append(third)
+    assert scheduler._victim(first) is first
+    scheduler.blocks.grow(2, 11, 9)
+    assert scheduler._victim(first) is third
