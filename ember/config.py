@@ -15,6 +15,7 @@ POLICIES = ("prefill_first", "mixed", "static")
 ON_ERROR = ("row", "stop")
 FORMATS = ("auto", "openai_batch")
 OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
+ORDERS = ("input", "prefix")
 RUNNERS = ("local", "ray")
 WEIGHTS = ("auto", "int8", "fp16")
 DETERMINISTIC = ("auto", "require")
@@ -160,6 +161,7 @@ class JobConfig(EngineConfig):
     sampling_columns: dict[str, str] = field(default_factory=dict)
     allow_special_tokens: bool = False
     limit: int | None = None
+    order: str = "input"
     shard: int | None = None
     num_shards: int = 1
     force: bool = False
@@ -195,6 +197,7 @@ class JobConfig(EngineConfig):
             boolean(key, getattr(self, key))
         _check_shard(self.shard, self.num_shards)
         _check_input(self)
+        one_of("order", self.order, ORDERS)
         one_of("output_format", self.output_format, OUTPUT_FORMATS)
         one_of("on_error", self.on_error, ON_ERROR)
         self.commit_every_s = real("commit_every_s", self.commit_every_s, "must be a number > 0", open_low=True)

@@ -15,6 +15,7 @@ from ember.data.summary import JobSummary
 
 _SUMS = (
     *("num_rows", "num_output_tokens", "num_steps", "num_preemptions", "num_recomputed_tokens"),
+    *("num_prefill_tokens", "num_decode_tokens", "prefix_hit_tokens", "num_evicted_blocks"),
     *("num_proposed_tokens", "num_accepted_tokens"),
     *("duration_s", "engine_s", "load_s"),
 )

@@ -29,6 +29,8 @@ from ember.errors import ConfigError
 
 DEFAULT_ID_COLUMN = "id"
 DEFAULT_SAMPLING_COLUMN = "sampling"
+ORDER_WINDOW = 4096
+"""Rows that `order=prefix` holds in memory to sort."""
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 
@@ -99,7 +101,7 @@ class PromptReader:
         self._no_values = dict.fromkeys(self.schema.names)
 
     def rows(self, wants: Wants | None = None) -> Iterator[PromptRow]:
-        """The rows in order, at most `limit`, lazily; one file is open at a time.
+        """The rows, at most `limit`, lazily; one file is open at a time. In order, or with `order=prefix` nearly.
 
         Args:
             wants: which row numbers to read; all if None. What is not wanted is not even parsed.
@@ -107,6 +109,10 @@ class PromptReader:
         Raises:
             UserError: a file has changed, vanished or become unreadable since the reader was made. Never for a bad row.
         """
+        rows = self._in_order(wants)
+        return by_prefix(rows) if self._config.order == "prefix" else rows
+
+    def _in_order(self, wants: Wants | None) -> Iterator[PromptRow]:
         limit = self._config.limit
         end = self.num_rows if limit is None else min(limit, self.num_rows)
         first = 0
@@ -266,6 +272,16 @@ class PromptReader:
         for source in parquet:
             kinds |= source.kinds(name)
         return type_of_kinds(kinds)
+
+
+def by_prefix(rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
+    """Rows so that those that begin alike follow each other, within each window of `ORDER_WINDOW` rows."""
+    while window := list(islice(rows, ORDER_WINDOW)):
+        yield from sorted(window, key=_prefix_key)
+
+
+def _prefix_key(row: PromptRow) -> tuple[bool, str | list[int]]:
+    return (isinstance(row.prompt, list), row.prompt or "" if not isinstance(row.prompt, list) else row.prompt)
 
 
 def _attempt(causes: list[str], part: Callable[[_A], _T], argument: _A) -> _T | None:

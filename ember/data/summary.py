@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from ember.core.stats import StepStats
 from ember.data.row_counts import RowCounts
+from ember.data.step_counts import StepCounts
 
 EXIT_CLEAN = 0
 EXIT_FAILED = 1
@@ -36,6 +37,8 @@ JOB_KEYS = (
 ATTEMPT_KEYS = (
     *("num_steps", "duration_s", "engine_s", "load_s", "tokens_per_s", "peak_kv_utilization", "mean_kv_utilization"),
     *("peak_blocks_used", "blocks_total", "block_size", "num_preemptions", "num_recomputed_tokens", "peak_running"),
+    *("num_prefill_tokens", "num_decode_tokens", "recomputed_share"),
+    *("prefix_hit_tokens", "prefix_hit_rate", "num_evicted_blocks"),
     *("num_proposed_tokens", "num_accepted_tokens", "acceptance_rate"),
     *("deterministic", "deterministic_why", "settings"),
 )
@@ -70,7 +73,12 @@ class JobSummary:
         tokens_per_s: output tokens of this attempt's rows per second of `duration_s`.
         peak_kv_utilization, mean_kv_utilization: live tokens per slot of the used blocks; the mean is over the steps
             that used any.
-        num_recomputed_tokens: tokens computed a second time after a preemption.
+        num_prefill_tokens, num_decode_tokens: computed of prompts, and of output.
+        num_recomputed_tokens: tokens computed a second time after a preemption; `recomputed_share` is their share of
+            all that were computed.
+        prefix_hit_tokens: tokens that sequences found in the cache as they started; `prefix_hit_rate` is their share of
+            those that they would have had to compute else.
+        num_evicted_blocks: blocks of the prefix cache that were given up for room.
         num_proposed_tokens, num_accepted_tokens: by speculation; `acceptance_rate` is the share kept, None of none.
         deterministic: whether the bits of logits never depend on the batch; if they may, `deterministic_why` says why.
         settings: the model and the few settings that such numbers depend on.
@@ -102,7 +110,13 @@ class JobSummary:
     blocks_total: int = 0
     block_size: int = 0
     num_preemptions: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0
     num_recomputed_tokens: int = 0
+    recomputed_share: float | None = None
+    prefix_hit_tokens: int = 0
+    prefix_hit_rate: float | None = None
+    num_evicted_blocks: int = 0
     num_proposed_tokens: int = 0
     num_accepted_tokens: int = 0
     acceptance_rate: float | None = None
@@ -132,18 +146,7 @@ class SummaryBuilder:
         self._rows = RowCounts()
         self._rows_before = 0
         self._output_tokens_before = 0
-        self._steps = 0
-        self._engine_s = 0.0
-        self._preemptions = 0
-        self._recomputed = 0
-        self._proposed = 0
-        self._accepted = 0
-        self._peak_running = 0
-        self._blocks_total = 0
-        self._peak_blocks = 0
-        self._peak_utilization = 0.0
-        self._utilization_sum = 0.0
-        self._steps_with_blocks = 0
+        self._steps = StepCounts()
 
     @property
     def num_rows_done(self) -> int:
@@ -167,19 +170,7 @@ class SummaryBuilder:
 
     def add_step(self, stats: StepStats) -> None:
         """Count one engine step."""
-        self._steps += 1
-        self._engine_s += stats.duration_s
-        self._preemptions += stats.num_preempted
-        self._recomputed += stats.num_recomputed_tokens
-        self._proposed += stats.num_proposed_tokens
-        self._accepted += stats.num_accepted_tokens
-        self._peak_running = max(self._peak_running, stats.num_running)
-        self._blocks_total = max(self._blocks_total, stats.blocks_total)
-        if stats.blocks_used:
-            self._steps_with_blocks += 1
-            self._peak_blocks = max(self._peak_blocks, stats.blocks_used)
-            self._peak_utilization = max(self._peak_utilization, stats.kv_utilization)
-            self._utilization_sum += stats.kv_utilization
+        self._steps.add(stats)
 
     def build(
         self,
@@ -219,22 +210,11 @@ class SummaryBuilder:
             num_prompt_tokens=rows.prompt_tokens,
             num_output_tokens=rows.output_tokens,
             num_output_tokens_new=tokens,
-            num_steps=self._steps,
             duration_s=duration_s,
-            engine_s=self._engine_s,
             load_s=load_s,
             tokens_per_s=tokens / duration_s if duration_s > 0 else 0.0,
-            peak_kv_utilization=self._peak_utilization,
-            mean_kv_utilization=self._utilization_sum / max(1, self._steps_with_blocks),
-            peak_blocks_used=self._peak_blocks,
-            blocks_total=self._blocks_total,
             block_size=block_size,
-            num_preemptions=self._preemptions,
-            num_recomputed_tokens=self._recomputed,
-            num_proposed_tokens=self._proposed,
-            num_accepted_tokens=self._accepted,
-            acceptance_rate=self._accepted / self._proposed if self._proposed else None,
-            peak_running=self._peak_running,
+            **self._steps.numbers(),
             settings=dict(settings or {}),
         )
 
@@ -271,10 +251,19 @@ def _facts(s: JobSummary) -> list[tuple[str, str]]:
         ("KV blocks", f"at most {s.peak_blocks_used:,} of {s.blocks_total:,} used, block_size {s.block_size}"),
         ("KV slots", f"{s.mean_kv_utilization:.1%} of used blocks filled, at most {s.peak_kv_utilization:.1%}"),
         ("running", f"at most {s.peak_running:,} sequences at once"),
-        ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again"),
+        ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again{_percent(s)}"),
+        *([("prefix cache", _prefix_cache(s))] if s.prefix_hit_tokens else []),
         *([] if s.acceptance_rate is None else [("speculation", _speculation(s))]),
         *_settings(s.settings),
     ]
+
+
+def _percent(s: JobSummary) -> str:
+    return f" ({s.recomputed_share:.1%} of all)" if s.num_recomputed_tokens else ""
+
+
+def _prefix_cache(s: JobSummary) -> str:
+    return f"{s.prefix_hit_tokens:,} tokens found ({s.prefix_hit_rate:.1%}), {s.num_evicted_blocks:,} blocks evicted"
 
 
 def _speculation(s: JobSummary) -> str:

@@ -59,7 +59,8 @@ def test_sums_run_over_all_attempts(tmp_path):
         **{"num_attempts": 3, "num_killed": 1, "num_rows": 9, "num_output_tokens": 90, "num_steps": 10},
         **{"num_preemptions": 4, "num_recomputed_tokens": 6, "duration_s": 3.0, "engine_s": 2.0, "load_s": 0.0},
         **{"tokens_per_s": 30.0, "peak_kv_utilization": 0.5, "peak_blocks_used": 0, "peak_running": 0},
-        **{"num_proposed_tokens": 0, "num_accepted_tokens": 0},
+        **{"num_proposed_tokens": 0, "num_accepted_tokens": 0, "prefix_hit_tokens": 0, "num_evicted_blocks": 0},
+        **{"num_prefill_tokens": 0, "num_decode_tokens": 0},
     }
     assert {"num_steps", "tokens_per_s", "duration_s"}.isdisjoint(written), "one attempt's numbers among the job's"
     assert (written["status"], written["num_rows_done"]) == ("finished", 10)

@@ -730,3 +730,25 @@ def test_memory_is_flat(tmp_path, kind):
     assert count == 25_000
     assert peak < 5_000_000
     assert grown < 6_000_000
+
+
+# Order
+
+
+def test_order_prefix_brings_alike_prompts_together(tmp_path, monkeypatch):
+    """A row lost or doubled at a window's border; text beside token ids, and rows that can't run, in one window."""
+    monkeypatch.setattr("ember.data.reader.ORDER_WINDOW", 5)
+    prompts = ["b1", [2, 1], "a2", "b0", "a1", [1, 5], "a9", 7, "b2", [1, 4], "c"]
+    data = jsonl(tmp_path / "rows.jsonl", *({"prompt": prompt} for prompt in prompts))
+    reader = PromptReader(JobConfig(data=data, order="prefix"))
+    rows = list(reader.rows())
+    assert [row.row_index for row in rows] == [4, 2, 3, 0, 1, 7, 6, 8, 9, 5, 10]
+    assert [row.row_index for row in reader.rows(lambda index: index % 2 == 0)] == [4, 2, 6, 0, 8, 10]
+
+
+def test_order_input_is_the_default(tmp_path):
+    """Rows in another order than the file's, unasked."""
+    data = jsonl(tmp_path / "rows.jsonl", {"prompt": "b"}, {"prompt": "a"})
+    assert [row.row_index for row in PromptReader(JobConfig(data=data)).rows()] == [0, 1]
+    with pytest.raises(UserError, match="order=sorted"):
+        JobConfig(data=data, order="sorted")

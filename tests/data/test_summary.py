@@ -73,6 +73,19 @@ def test_steps_are_counted():
     assert (summary.peak_blocks_used, summary.blocks_total, summary.block_size) == (4, 8, 16)
 
 
+def test_shares_are_of_the_right_whole():
+    """A hit rate over all tokens would hide what the cache does to prompts; over none it is unknown, not 0."""
+    builder = SummaryBuilder()
+    counts = {"num_prefill_tokens": 30, "num_decode_tokens": 60, "num_recomputed_tokens": 10}
+    builder.add_step(StepStats(step=0, prefix_hit_tokens=60, num_evicted_blocks=2, **counts))
+    summary = build(builder)
+    assert (summary.prefix_hit_rate, summary.recomputed_share, summary.num_evicted_blocks) == (0.6, 0.1, 2)
+    assert "60 tokens found (60.0%), 2 blocks evicted" in final_table(summary, "out")
+    assert "10 tokens computed again (10.0% of all)" in final_table(summary, "out")
+    empty = build(SummaryBuilder())
+    assert (empty.prefix_hit_rate, empty.recomputed_share) == (None, None)
+
+
 @pytest.mark.parametrize(
     ("status", "errors", "signum", "code"),
     [
