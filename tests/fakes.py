@@ -22,7 +22,7 @@ from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import Sequence
 from ember.model.decoder import Spelling
-from ember.model.gpt2 import GPT2
+from ember.model.network import make_network
 from ember.sampling_params import SamplingParams
 
 VOCAB = 101
@@ -191,7 +191,7 @@ def ember_logits(
     num_blocks = -(-len(token_ids) // block_size) + 2
     table = array("i", torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5)).tolist())
     runner = ModelRunner(
-        GPT2(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention, shape.dtype), CPU
+        make_network(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention, shape.dtype), CPU
     )
     sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
     rows, start = [], 0

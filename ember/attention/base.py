@@ -38,7 +38,15 @@ class AttentionBackend(Protocol):
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Work out whatever all layers share."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: KVLayer,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
         """Write K/V at `slot_mapping`, then attend causally through the block tables.
 
         Args:
@@ -46,6 +54,7 @@ class AttentionBackend(Protocol):
             k, v: [T, n_kv_head, head_dim] of the new tokens.
             layer: the pool's tensors of this layer.
             scale: factor on the scores.
+            window: tokens that a query sees, itself the last of them; None: all before it.
 
         Returns:
             [T, n_head, head_dim]. Every query reads K/V as the pool stores it, its own step's too.

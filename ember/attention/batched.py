@@ -28,12 +28,23 @@ GROUP_SLOTS = 32_768
 
 @dataclass(slots=True)
 class _Group:
-    """Tiles attended in one call: `queries` [g, w] rows of q, `slots` [g, c] of K/V, `mask` [g, 1, w, c] of seen."""
+    """Tiles attended in one call: `queries` [g, w] rows of q, `slots` [g, c] of K/V, `mask` [g, 1, w, c] of seen.
+
+    `last_seen` [g, w] is each query's own position.
+    """
 
     queries: torch.Tensor
     slots: torch.Tensor
     mask: torch.Tensor
+    last_seen: torch.Tensor
     valid: torch.Tensor
+
+    def seen(self, window: int | None) -> torch.Tensor:
+        """Which slots each query sees of the last `window` up to its own, [g, 1, w, c]."""
+        if window is None:
+            return self.mask
+        position = torch.arange(self.slots.shape[1], device=self.slots.device)
+        return self.mask & (position > self.last_seen[:, None, :, None] - window)
 
 
 class BatchedAttention:
@@ -51,12 +62,20 @@ class BatchedAttention:
             for rows in _similar(count, context)
         ]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: KVLayer,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         layer.write(k, v, self._slot_mapping)
         out = torch.empty_like(q)
         for group in self._groups:
-            attended = _attend(q[group.queries], *layer.gather(group.slots), group.mask, scale)
+            attended = _attend(q[group.queries], *layer.gather(group.slots), group.seen(window), scale)
             out[group.queries[group.valid]] = attended[group.valid]
         return out
 
@@ -103,9 +122,9 @@ def _group(
     queries = first[:, None] + torch.minimum(nth, count[:, None] - 1)
     clamped = torch.minimum(position, context[:, None] - 1)
     blocks = meta.block_tables[sequence[:, None], clamped // meta.block_size].long()
-    last_seen = (context - count)[:, None] + nth
-    mask = position <= torch.minimum(last_seen, context[:, None] - 1)[:, :, None]
-    return _Group(queries, blocks * meta.block_size + clamped % meta.block_size, mask[:, None], valid)
+    last_seen = torch.minimum((context - count)[:, None] + nth, context[:, None] - 1)
+    mask = (position <= last_seen[:, :, None])[:, None]
+    return _Group(queries, blocks * meta.block_size + clamped % meta.block_size, mask, last_seen, valid)
 
 
 def _attend(

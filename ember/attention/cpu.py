@@ -29,6 +29,9 @@ _STORED_AS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """What the kernel calls pools that numba has no type for."""
 
 
+ALL = 2**40
+"""A window that holds every position."""
+
 LOADED_IN_S = 2.0
 """More than loading the compiled kernel takes."""
 
@@ -56,7 +59,15 @@ class CpuAttention:
         self._slots = metadata.slot_mapping.numpy()
         self._tiles = _deal(_tiles(metadata), self._threads).numpy()
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: KVLayer,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         keys, values = _flat(layer.k), _flat(layer.v)
         scales = _flat(layer.k_scale), _flat(layer.v_scale)
@@ -67,10 +78,9 @@ class CpuAttention:
             new = (_as_stored(x.to(layer.shape.dtype)).numpy() for x in (k, v))
             self._kernel.store(*new, self._slots, keys, values, size)
         out = torch.empty(q.shape)
-        factor = np.float32(scale)
-        self._kernel.attend(
-            q.numpy(), keys, values, *scales, self._tables, self._tiles, out.numpy(), factor, heads, size, self._threads
-        )
+        pool = keys, values, *scales, self._tables, self._tiles
+        reach = ALL if window is None else window
+        self._kernel.attend(q.numpy(), *pool, out.numpy(), np.float32(scale), heads, size, reach, self._threads)
         return out
 
 

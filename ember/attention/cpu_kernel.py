@@ -226,9 +226,9 @@ def _exp(x: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _scores_of_one(s: Any, q: Any, q_at: Any, k: Any, base: Any, seen: Any, dim: Any, width: Any) -> None:
-    """s[t] = q . k[t] for the tile's positions, 32 at a time (all groups are there, the last ones repeated)."""
-    for g in range(0, (seen + LANES - 1) // LANES, 4):
+def _scores_of_one(s: Any, q: Any, q_at: Any, k: Any, base: Any, begin: Any, seen: Any, dim: Any, width: Any) -> None:
+    """s[t] = q . k[t] for t in begin .. seen of the tile, 32 at a time (groups are there, the last ones repeated)."""
+    for g in range(begin // (4 * LANES) * 4, (seen + LANES - 1) // LANES, 4):
         k0, k1, k2, k3 = base[g] * width, base[g + 1] * width, base[g + 2] * width, base[g + 3] * width
         s0 = s1 = s2 = s3 = _splat(_ZERO)
         for d in range(dim):
@@ -245,10 +245,10 @@ def _scores_of_one(s: Any, q: Any, q_at: Any, k: Any, base: Any, seen: Any, dim:
 
 
 @njit(error_model="numpy")
-def _scores_of_four(s: Any, q: Any, q_at: Any, k: Any, base: Any, seen: Any, dim: Any, width: Any) -> None:
+def _scores_of_four(s: Any, q: Any, q_at: Any, k: Any, base: Any, begin: Any, seen: Any, dim: Any, width: Any) -> None:
     """As `_scores_of_one`, for four rows of q, 16 positions at a time."""
     q1, q2, q3 = q_at + width, q_at + 2 * width, q_at + 3 * width
-    for g in range(0, (seen + LANES - 1) // LANES, 2):
+    for g in range(begin // (2 * LANES) * 2, (seen + LANES - 1) // LANES, 2):
         k0, k1 = base[g] * width, base[g + 1] * width
         a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = _splat(_ZERO)
         for d in range(dim):
@@ -301,17 +301,18 @@ def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, base: Any, begi
 
 
 @njit(error_model="numpy")
-def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, end: Any, width: Any) -> None:
-    """As `_values_of_one` from the tile's start, for four rows of o and w, 16 dimensions at a time."""
+def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, begin: Any, end: Any, width: Any) -> None:
+    """As `_values_of_one`, for four rows of o and w, 16 dimensions at a time."""
     row1, row2, row3 = o_at + width, o_at + 2 * width, o_at + 3 * width
     for at in range(0, width - 15, 16):
         a0, a1 = _load(o, o_at + at), _load(o, o_at + at + 8)
         b0, b1 = _load(o, row1 + at), _load(o, row1 + at + 8)
         c0, c1 = _load(o, row2 + at), _load(o, row2 + at + 8)
         d0, d1 = _load(o, row3 + at), _load(o, row3 + at + 8)
-        for g in range((end + LANES - 1) // LANES):
-            p = base[g] * width + at
-            for t in range(g * LANES, min(end, g * LANES + LANES)):
+        for g in range(begin // LANES, (end + LANES - 1) // LANES):
+            first, last = max(begin, g * LANES), min(end, g * LANES + LANES)
+            p = (base[g] + first - g * LANES) * width + at
+            for t in range(first, last):
                 x, y = _load(v, p), _load(v, p + 8)
                 w0 = _spread_at(w, t)
                 a0, a1 = _fma(w0, x, a0), _fma(w0, y, a1)
@@ -334,7 +335,7 @@ def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, end: Any, widt
         at = width - LANES
         for row in range(QUAD):
             o0 = _load(o, o_at + row * width + at)
-            for t in range(end):
+            for t in range(begin, end):
                 p = (base[t // LANES] + t % LANES) * width + at
                 o0 = _fma(_spread_at(w, row * TILE + t), _load(v, p), o0)
             _store(o, o_at + row * width + at, o0)
@@ -344,6 +345,7 @@ def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, end: Any, widt
 def _softmax_step(
     s: Any,
     s_at: Any,
+    begin: Any,
     seen: Any,
     k_scale: Any,
     v_scale: Any,
@@ -358,18 +360,22 @@ def _softmax_step(
     """Turn a row's scores of a tile into weights, and rescale what came before if the largest score has grown.
 
     With scales (keys' and values' of every slot) a score is first multiplied by its key's, a weight at last by its
-    value's: the sum of weights does not hold the latter.
+    value's: the sum of weights does not hold the latter. A row that sees nothing of the tile stays as it was.
     """
+    if begin >= seen:
+        return
     scaled = len(k_scale) > 0
-    groups = (seen + LANES - 1) // LANES
+    low, groups = begin // LANES, (seen + LANES - 1) // LANES
     if scaled:
-        for g in range(groups):
+        for g in range(low, groups):
             at = s_at + g * LANES
             _store(s, at, _multiply(_load(s, at), _load(k_scale, base[g])))
+    for t in range(low * LANES, begin):
+        s[s_at + t] = _NEVER
     for t in range(seen, groups * LANES):
         s[s_at + t] = _NEVER
     best = _spread_at(top, row)
-    for g in range(groups):
+    for g in range(low, groups):
         best = _larger(_load(s, s_at + g * LANES), best)
     largest = _largest(best)
     lanes = _load(total, row * LANES)
@@ -379,12 +385,24 @@ def _softmax_step(
         for d in range(o_at, o_at + width, LANES):
             _store(o, d, _multiply(_load(o, d), shrink))
         top[row] = largest
-    for g in range(groups):
+    for g in range(low, groups):
         at = s_at + g * LANES
         weight = _exp(_subtract(_load(s, at), _splat(largest)))
         lanes = _add(lanes, weight)
         _store(s, at, _multiply(weight, _load(v_scale, base[g])) if scaled else weight)
     _store(total, row * LANES, lanes)
+
+
+@njit(error_model="numpy")
+def _from(ahead: Any, r: Any, group: Any, window: Any) -> Any:
+    """The first position of the tile that row r sees."""
+    return max(0, ahead + r // group + 1 - window)
+
+
+@njit(error_model="numpy")
+def _to(ahead: Any, r: Any, group: Any) -> Any:
+    """Where what row r sees of the tile ends."""
+    return min(TILE, ahead + r // group + 1)
 
 
 @njit(error_model="numpy")
@@ -404,30 +422,34 @@ def _attend_tile(
     ahead: Any,
     rows: Any,
     group: Any,
+    window: Any,
 ) -> None:
     """All query rows over one tile of keys and values, four rows at a time, one alone at the end.
 
-    Row r sees ahead + r // group + 1 positions of the tile, at most 64. Three more rows follow the last
-    one, so that four can always be taken; what becomes of them is not used.
+    Row r sees positions _from .. _to of the tile, which may be none. Three more rows follow the last one, so that
+    four can always be taken; what becomes of them is not used.
     """
-    r = max(0, -ahead * group)  # rows before see nothing of this tile
-    while r < rows:
-        first, at = min(TILE, ahead + r // group + 1), r * width
-        if rows - r == 1:
-            _scores_of_one(s, q, at, k, base, first, dim, width)
-            _softmax_step(s, 0, first, k_scale, v_scale, base, o, at, width, total, r, top)
-            _values_of_one(o, at, s, 0, v, base, 0, first, width)
+    r = max(0, -ahead * group)  # rows before see nothing of this tile yet
+    end = min(rows, (TILE - 1 - ahead + window) * group)  # rows from there on see nothing of it any more
+    while r < end:
+        first, at, low = _to(ahead, r, group), r * width, _from(ahead, r, group, window)
+        if end - r == 1:
+            _scores_of_one(s, q, at, k, base, low, first, dim, width)
+            _softmax_step(s, 0, low, first, k_scale, v_scale, base, o, at, width, total, r, top)
+            _values_of_one(o, at, s, 0, v, base, low, first, width)
             return
-        last = min(TILE, ahead + (r + QUAD - 1) // group + 1)
-        _scores_of_four(s, q, at, k, base, last, dim, width)
+        _scores_of_four(s, q, at, k, base, low, _to(ahead, r + QUAD - 1, group), dim, width)
+        all_from = max(min(_from(ahead, r + QUAD - 1, group, window), first), low)
         for i in range(QUAD):
-            seen = min(TILE, ahead + (r + i) // group + 1)
-            _softmax_step(s, i * TILE, seen, k_scale, v_scale, base, o, at + i * width, width, total, r + i, top)
-        _values_of_four(o, at, s, v, base, first, width)
+            begin, seen = _from(ahead, r + i, group, window), _to(ahead, r + i, group)
+            _softmax_step(s, i * TILE, begin, seen, k_scale, v_scale, base, o, at + i * width, width, total, r + i, top)
+            if begin < all_from:
+                _values_of_one(o, at + i * width, s, i * TILE, v, base, begin, all_from, width)
+        _values_of_four(o, at, s, v, base, all_from, first, width)
         for i in range(1, QUAD):
-            seen = min(TILE, ahead + (r + i) // group + 1)
-            if seen > first:
-                _values_of_one(o, at + i * width, s, i * TILE, v, base, first, seen, width)
+            begin, seen = max(first, _from(ahead, r + i, group, window)), _to(ahead, r + i, group)
+            if seen > begin:
+                _values_of_one(o, at + i * width, s, i * TILE, v, base, begin, seen, width)
         r += QUAD
 
 
@@ -513,6 +535,7 @@ def _attend_share(
     factor: Any,
     heads: Any,
     size: Any,
+    window: Any,
     begin_item: Any,
     end_item: Any,
 ) -> None:
@@ -538,7 +561,7 @@ def _attend_share(
         _fill(o, (rows + QUAD - 1) * width, _ZERO)
         _fill(total, (rows + QUAD - 1) * LANES, _ZERO)
         _fill(top, rows + QUAD - 1, _NEVER)
-        for begin in range(0, position + count, TILE):
+        for begin in range(max(0, position - window + 1) // TILE * TILE, position + count, TILE):
             here, ahead = min(TILE, position + count - begin), position - begin
             if straight:
                 _find(base, table, begin, here, size, heads, head)
@@ -550,7 +573,7 @@ def _attend_share(
                     _bring_scales(k_scale, tile_ks, table, begin, here, size, heads, head)
                     _bring_scales(v_scale, tile_vs, table, begin, here, size, heads, head)
             _attend_tile(
-                tile_k, tile_v, tile_ks, tile_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group
+                tile_k, tile_v, tile_ks, tile_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group, window
             )
         _finish(o, total, out, first, rows, head, group, width)
 
@@ -568,6 +591,7 @@ def attend(
     factor: Any,
     heads: Any,
     size: Any,
+    window: Any,
     threads: Any,
 ) -> None:
     """Attention of every tile of queries, through the block tables.
@@ -582,12 +606,13 @@ def attend(
         factor: on the scores, float32.
         heads: of keys and values.
         size: slots in a block.
+        window: positions that a query sees, its own the last of them.
         threads: each takes as many pairs of a tile and a head as the others.
     """
     items = len(tiles) * heads
     for thread in prange(threads):
         begin, end = items * thread // threads, items * (thread + 1) // threads
-        _attend_share(q, k, v, k_scale, v_scale, tables, tiles, out, factor, heads, size, begin, end)
+        _attend_share(q, k, v, k_scale, v_scale, tables, tiles, out, factor, heads, size, window, begin, end)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -648,7 +673,8 @@ def warm_up(dtype: str) -> None:
     else:
         _compile(store, types.void(new, new, ints, pool, pool, whole))
     _compile(
-        attend, types.void(rows, pool, pool, scales, scales, tables, tiles, out, types.float32, whole, whole, whole)
+        attend,
+        types.void(rows, pool, pool, scales, scales, tables, tiles, out, types.float32, whole, whole, whole, whole),
     )
 
 

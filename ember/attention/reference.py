@@ -18,7 +18,15 @@ class ReferenceAttention:
         """Keep the step's metadata."""
         self._metadata = metadata
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: KVLayer,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         meta = self._metadata
         layer.write(k, v, meta.slot_mapping)
@@ -27,7 +35,7 @@ class ReferenceAttention:
         for s, context_len in enumerate(meta.context_lens.tolist()):
             first, last = bounds[s], bounds[s + 1]
             keys, values = layer.gather(_slots(meta, s, context_len))
-            out[first:last] = _attend(q[first:last], keys, values, scale)
+            out[first:last] = _attend(q[first:last], keys, values, scale, window)
         return out
 
 
@@ -36,12 +44,16 @@ def _slots(meta: AttentionMetadata, s: int, context_len: int) -> torch.Tensor:
     return meta.block_tables[s, position // meta.block_size].long() * meta.block_size + position % meta.block_size
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+def _attend(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
     """Q [n, H, D] over keys, values [c, H_kv, D]; the n queries are the last n of the c positions."""
     n, context_len = q.shape[0], keys.shape[0]
     group = q.shape[1] // keys.shape[1]
     keys, values = (x.float().repeat_interleave(group, dim=1) for x in (keys, values))
     scores = torch.einsum("nhd,chd->hnc", q.float(), keys) * scale
     seen = torch.ones(n, context_len, dtype=torch.bool, device=q.device).tril(context_len - n)
+    if window is not None:
+        seen = seen.triu(context_len - n - window + 1)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     return torch.einsum("hnc,chd->nhd", weights, values).to(q.dtype)

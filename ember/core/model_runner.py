@@ -16,13 +16,13 @@ import torch
 from ember.attention.base import AttentionBackend, AttentionMetadata
 from ember.cache.kv_pool import KVPool
 from ember.core.batch import ScheduledSequence
-from ember.model.gpt2 import GPT2
+from ember.model.network import Network
 
 
 class ModelRunner:
     """`execute` computes a step's K/V and gives the logits that the step asks for."""
 
-    def __init__(self, model: GPT2, pool: KVPool, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(self, model: Network, pool: KVPool, attention: AttentionBackend, device: torch.device) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention

@@ -28,7 +28,7 @@ from ember.entrypoints.admission import Admission
 from ember.entrypoints.live_request import LiveRequest
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
-from ember.model.gpt2 import GPT2
+from ember.model.network import make_network
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
 from ember.sampling_params import SamplingParams
@@ -69,8 +69,8 @@ class LLM:
         config = plan.config
         use_threads(config.num_threads)
         with plan.folder.blamed():
-            weights = load_weights(plan.folder.path, plan.network, dtype=plan.dtype, device=plan.device)
-            network = GPT2(plan.network, weights, config.weights)
+            weights = load_weights(plan.folder.path, plan.network.weight_layout, dtype=plan.dtype, device=plan.device)
+            network = make_network(plan.network, weights, config.weights)
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
         runner = ModelRunner(network, pool, make_backend(plan.attention, plan.kv_shape.dtype), plan.device)
         scheduler = Scheduler(

@@ -12,7 +12,7 @@ from ember.config import EngineConfig
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.errors import ConfigError, UserError
-from ember.model.gpt2_config import GPT2Config
+from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
 from ember.model.tokenizer_folder import load_tokenizer
@@ -29,7 +29,7 @@ class EnginePlan:
 
     config: EngineConfig
     folder: ModelFolder
-    network: GPT2Config
+    network: NetworkConfig
     tokenizer: Tokenizer
     device: torch.device
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class EnginePlan:
         check_threads(config.num_threads)
         folder = find_model(config.model.name, config.model.path)
         with folder.blamed():
-            network = GPT2Config.from_folder(folder.path)
+            network = network_config(folder.path)
             tokenizer = _tokenizer(folder, network)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
@@ -117,7 +117,7 @@ class EnginePlan:
         return str(self.kv_shape.dtype).removeprefix("torch.")
 
 
-def _tokenizer(folder: ModelFolder, network: GPT2Config) -> Tokenizer:
+def _tokenizer(folder: ModelFolder, network: NetworkConfig) -> Tokenizer:
     tokenizer = load_tokenizer(folder.path)
     if tokenizer.vocab_size > network.vocab_size:
         raise UserError(

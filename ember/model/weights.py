@@ -1,4 +1,4 @@
-"""A GPT-2 network's weights, read from a model folder's safetensors files.
+"""A network's weights, read from a model folder's safetensors files.
 
 Whatever the file's naming, orientation, dtype and head, what comes out has one naming, linears `[out, in]`, one dtype.
 The files are not trusted: each is checked against the config before one tensor is read, and only safetensors is read
@@ -18,15 +18,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from ember.errors import UserError
-from ember.model.gpt2_config import GPT2Config
 from ember.model.json_file import one_line, read_json_object, show
+from ember.model.weight_layout import WeightLayout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_CAUSAL_MASK = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants that old files carry; not c_attn.bias
-_LINEAR = re.compile(r"h\.\d+\.(attn|mlp)\.c_\w+\.weight")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-_WTE, _HEAD = "wte.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +50,19 @@ class Weights(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, stored: Mapping[str, _Stored], folder: Path, config: GPT2Config, dtype: torch.dtype, device: torch.device
+        self,
+        stored: Mapping[str, _Stored],
+        folder: Path,
+        layout: WeightLayout,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self._stored, self._folder, self._config = stored, folder, config
+        self._stored, self._folder, self._layout = stored, folder, layout
         self._dtype, self._device = dtype, device
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
-            return _load(self._stored[name], name, self._config, self._dtype, self._device)
+            return _load(self._stored[name], self._layout.is_turned(name), self._dtype, self._device)
         except (SafetensorError, OSError) as error:
             raise _unreadable(self._folder, error) from None
 
@@ -71,26 +73,22 @@ class Weights(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
 
-def load_weights(folder: Path, config: GPT2Config, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(folder: Path, layout: WeightLayout, *, dtype: torch.dtype, device: torch.device) -> Weights:
     """Every weight under its canonical name, contiguous, in `dtype` on `device`; only the files' headers are read yet.
 
-    Returns: with C = n_embd, V = vocab_size, P = max_position, I = n_inner, Q = C + 2 * n_kv_head * head_dim:
-        wte.weight [V, C], wpe.weight [P, C], ln_f.{weight,bias} [C], lm_head.weight [V, C] only when untied, and for
-        each layer h.{i}: ln_1 and ln_2 {weight,bias} [C], attn.c_attn [Q, C] and attn.c_proj [C, C],
-        mlp.c_fc [I, C] and mlp.c_proj [C, I], each with its bias [out].
+    Returns: what `layout.shapes` asks for, in these shapes.
 
     Raises:
         UserError: no safetensors files, one is broken or missing, a tensor is missing, extra, of another shape or not
             of floats, or the head contradicts `tie_word_embeddings`. Names file, tensor and shapes.
     """
-    stored = _canonical(_headers(folder))
+    stored = _canonical(_headers(folder), layout)
     try:
-        _settle_head(stored, config, folder)
+        _settle_head(stored, layout, folder)
     except (SafetensorError, OSError) as error:
         raise _unreadable(folder, error) from None
-    shapes = _shapes(config)
-    _check(stored, shapes, config, folder)
-    return Weights({name: stored[name] for name in shapes}, folder, config, dtype, device)
+    _check(stored, layout, folder)
+    return Weights({name: stored[name] for name in layout.shapes}, folder, layout, dtype, device)
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:
@@ -127,7 +125,7 @@ def _no_weights(folder: Path) -> str:
     only = "only pytorch_model.bin, " if any(folder.glob("pytorch_model*.bin")) else f"no {SINGLE} and no {INDEX}; "
     return (
         f"{folder}: {only}but ember reads safetensors only (a .bin is a pickle and can run code); convert with "
-        "transformers: GPT2LMHeadModel.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER, safe_serialization=True)"
+        "transformers: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW, safe_serialization=True)"
     )
 
 
@@ -151,59 +149,42 @@ def _check_shard(path: Path, promised: set[str], found: set[str]) -> None:
         raise UserError(f"{path}: {_some(extra)} is here, but not by {INDEX}")
 
 
-def _canonical(tensors: list[_Stored]) -> dict[str, _Stored]:
-    """By names without `transformer.`; without the causal mask's buffers."""
+def _canonical(tensors: list[_Stored], layout: WeightLayout) -> dict[str, _Stored]:
+    """By names without the prefix; without what is ignored."""
     stored: dict[str, _Stored] = {}
     for tensor in tensors:
-        name = tensor.name.removeprefix("transformer.")
-        if _CAUSAL_MASK.fullmatch(name):
+        name = tensor.name.removeprefix(layout.prefix)
+        if layout.ignored.fullmatch(name):
             continue
         if name in stored:
-            raise UserError(f"{tensor.path}: {show(name)} is there twice, with and without the prefix transformer.")
+            raise UserError(f"{tensor.path}: {show(name)} is there twice, with and without the prefix {layout.prefix}")
         stored[name] = tensor
     return stored
 
 
-def _settle_head(stored: dict[str, _Stored], config: GPT2Config, folder: Path) -> None:
-    """Tied: one matrix, as wte, whichever of the two names it is stored under; if both, they must agree."""
-    if not config.tie_word_embeddings or _HEAD not in stored:
+def _settle_head(stored: dict[str, _Stored], layout: WeightLayout, folder: Path) -> None:
+    """Tied: one matrix, as the embedding, whichever of the two names it is stored under; if both, they must agree."""
+    if not layout.is_tied or layout.head not in stored:
         return
-    head = stored.pop(_HEAD)
-    wte = stored.setdefault(_WTE, head)
+    head = stored.pop(layout.head)
+    wte = stored.setdefault(layout.embedding, head)
     if wte is not head and (wte.dtype != head.dtype or not torch.equal(wte.read(), head.read())):
         raise UserError(
-            f"{folder}: {_HEAD} differs from {_WTE}, but the config ties them (tie_word_embeddings); "
-            "set tie_word_embeddings: false in config.json if the model has its own head, else remove lm_head.weight"
+            f"{folder}: {layout.head} differs from {layout.embedding}, but the config ties them (tie_word_embeddings); "
+            f"set tie_word_embeddings: false in config.json if the model has its own head, else remove {layout.head}"
         )
 
 
-def _shapes(config: GPT2Config) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> canonical shape of every weight that there must be."""
-    width, inner = config.n_embd, config.n_inner
-    qkv = width + 2 * config.n_kv_head * config.head_dim
-    linears = {"attn.c_attn": (qkv, width), "attn.c_proj": (width, width)}
-    linears |= {"mlp.c_fc": (inner, width), "mlp.c_proj": (width, inner)}
-    shapes: dict[str, tuple[int, ...]] = {_WTE: (config.vocab_size, width), "wpe.weight": (config.max_position, width)}
-    for i in range(config.n_layer):
-        for norm in ("ln_1", "ln_2"):
-            shapes |= {f"h.{i}.{norm}.weight": (width,), f"h.{i}.{norm}.bias": (width,)}
-        for linear, shape in linears.items():
-            shapes |= {f"h.{i}.{linear}.weight": shape, f"h.{i}.{linear}.bias": shape[:1]}
-    shapes |= {"ln_f.weight": (width,), "ln_f.bias": (width,)}
-    if not config.tie_word_embeddings:
-        shapes[_HEAD] = (config.vocab_size, width)
-    return shapes
-
-
-def _check(stored: dict[str, _Stored], shapes: dict[str, tuple[int, ...]], config: GPT2Config, folder: Path) -> None:
+def _check(stored: dict[str, _Stored], layout: WeightLayout, folder: Path) -> None:
     """What is there is what must be there, by the files' headers alone."""
+    shapes = layout.shapes
     if missing := [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in stored]:
         raise UserError(f"{folder}: the weights lack {_some(missing)}, which config.json asks for")
     if extra := sorted(show(stored[name].name) for name in stored.keys() - shapes.keys()):
         raise UserError(f"{folder}: the weights hold {_some(extra)}, which config.json has no place for")
     wrong = []
     for name, shape in shapes.items():
-        tensor, expected = stored[name], list(_as_stored(name, shape, config))
+        tensor, expected = stored[name], list(shape[::-1] if layout.is_turned(name) else shape)
         if tensor.shape != expected:
             wrong.append(f"{tensor.name} has shape {tensor.shape}, expected {expected}")
         elif tensor.dtype not in _FLOATS:
@@ -212,16 +193,9 @@ def _check(stored: dict[str, _Stored], shapes: dict[str, tuple[int, ...]], confi
         raise UserError(f"{folder}: the weights do not fit config.json: {_some(wrong)}")
 
 
-def _as_stored(name: str, shape: tuple[int, ...], config: GPT2Config) -> tuple[int, ...]:
-    """By layout, never by shape: a square matrix does not tell which way round it lies."""
-    return shape[::-1] if config.layout == "hf" and _LINEAR.fullmatch(name) else shape
-
-
-def _load(source: _Stored, name: str, config: GPT2Config, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _load(source: _Stored, is_turned: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One copy, which turns and casts too. Never the mapping itself: a file cut short later would kill the process."""
-    tensor = source.read()
-    if config.layout == "hf" and _LINEAR.fullmatch(name):
-        tensor = tensor.T
+    tensor = source.read().T if is_turned else source.read()
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 
 

@@ -53,7 +53,7 @@ def saved(model, folder):
     """Ember's config and weights of a model that transformers saved."""
     model.save_pretrained(folder)
     config = GPT2Config.from_folder(folder)
-    return config, load_weights(folder, config, dtype=torch.float32, device=CPU)
+    return config, load_weights(folder, config.weight_layout, dtype=torch.float32, device=CPU)
 
 
 def close(ours, theirs):
@@ -142,7 +142,7 @@ def test_the_embedded_model_equals_transformers(attention):
     """The weights that everyone meets first, read from their float16 file."""
     model = transformers.GPT2LMHeadModel.from_pretrained(TINY, dtype=torch.float32).eval()
     config = GPT2Config.from_folder(TINY)
-    weights = load_weights(TINY, config, dtype=torch.float32, device=CPU)
+    weights = load_weights(TINY, config.weight_layout, dtype=torch.float32, device=CPU)
     ids = [(i * i * 31 + 7 * i) % 4096 for i in range(70)]
     theirs = their_logits(model, ids)
     chunks = [66, 1, 1, 2]

@@ -46,7 +46,7 @@ def config(folder: Path, **changes: Any) -> GPT2Config:
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> Weights:
-    return load_weights(folder, config(folder, **changes), dtype=dtype, device=CPU)
+    return load_weights(folder, config(folder, **changes).weight_layout, dtype=dtype, device=CPU)
 
 
 def save(folder: Path, tensors: Weights, name: str = "model.safetensors") -> None:
@@ -90,7 +90,7 @@ def test_ember_layout(tmp_path: Path) -> None:
     save(tmp_path, canonical())
     names = {"name": "x", "n_layer": N, "n_head": 2, "n_kv_head": 2, "n_embd": C, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps({**names, "vocab_size": V, "max_position": P}))
-    found = load_weights(tmp_path, GPT2Config.from_folder(tmp_path), dtype=torch.float32, device=CPU)
+    found = load_weights(tmp_path, GPT2Config.from_folder(tmp_path).weight_layout, dtype=torch.float32, device=CPU)
     assert_same(found, canonical())
 
 
@@ -268,7 +268,7 @@ def test_the_file_may_go_once_loaded(tmp_path: Path) -> None:
 
 def test_tiny() -> None:
     """The embedded model loads, and is what its file says."""
-    found = load_weights(TINY, GPT2Config.from_folder(TINY), dtype=torch.float32, device=CPU)
+    found = load_weights(TINY, GPT2Config.from_folder(TINY).weight_layout, dtype=torch.float32, device=CPU)
     raw = load_file(TINY / "model.safetensors")
     assert torch.equal(found["h.3.attn.c_proj.weight"], raw["h.3.attn.c_proj.weight"].T.float())
     assert torch.equal(found["wte.weight"], raw["wte.weight"].float())
@@ -287,7 +287,7 @@ def test_what_transformers_saves(tmp_path: Path, tied: bool, max_shard_size: str
     model = transformers.GPT2LMHeadModel(sizes).to(dtype)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "4KB")
-    found = load_weights(tmp_path, GPT2Config.from_folder(tmp_path), dtype=dtype, device=CPU)
+    found = load_weights(tmp_path, GPT2Config.from_folder(tmp_path).weight_layout, dtype=dtype, device=CPU)
     expected = {name.removeprefix("transformer."): tensor for name, tensor in model.state_dict().items()}
     expected = stored({name: tensor for name, tensor in expected.items() if not (tied and name == "lm_head.weight")})
     assert_same(found, expected)
