@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from array import array
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from ember.attention.base import make_backend
 from ember.cache.block_manager import BlockManager
@@ -22,7 +24,8 @@ from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import Sequence
 from ember.model.decoder import Spelling
-from ember.model.network import make_network
+from ember.model.network import make_network, network_config
+from ember.model.presets import TINY
 from ember.sampling_params import SamplingParams
 
 VOCAB = 101
@@ -212,3 +215,21 @@ def prompts_of_many_lengths(vocab_size: int = 4095) -> list[list[int]]:
     """Token ids of lengths at and around the borders of blocks and tiles: 1, 16, 17, 63 to 65, 129, 300."""
     rng = random.Random(0)
     return [[rng.randrange(vocab_size) for _ in range(n)] for n in (1, 2, 15, 16, 17, 63, 64, 65, 129, 300)]
+
+
+def random_llama(folder: Path) -> Path:
+    """A folder with a small random Qwen3 (four query heads share a K/V head, one layer has a window) and tiny's BPE."""
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 8}
+    windows = {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1, "attention_bias": True}
+    config = {"model_type": "qwen3", "vocab_size": 4096, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    config |= {**sizes, **windows, "num_key_value_heads": 2, "head_dim": 16, "eos_token_id": 4095}
+    (folder / "config.json").write_text(json.dumps(config))
+    rng = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.randn(shape, generator=rng) * (0.25 if len(shape) > 1 else 0.1) + ("norm" in name)
+        for name, shape in network_config(folder).weight_layout.shapes.items()
+    }
+    save_file(weights, folder / "model.safetensors")
+    for name in ("vocab.json", "merges.txt", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder)
+    return folder

@@ -29,6 +29,7 @@ class Case:
     block_size: int
     seed: int = 0
     scale: float = 0.3
+    window: int | None = None
 
     def __post_init__(self):
         self.generator = torch.Generator().manual_seed(self.seed)
@@ -86,7 +87,9 @@ class Case:
         """The backend's output and the pool of that dtype that it leaves."""
         attention, layer = make_backend(backend, dtype), self.layer(dtype)
         attention.prepare(self.metadata())
-        out = attention.forward(self.packed(self.q), self.packed(self.k), self.packed(self.v), layer, self.scale)
+        out = attention.forward(
+            self.packed(self.q), self.packed(self.k), self.packed(self.v), layer, self.scale, self.window
+        )
         return out, layer
 
     def dense(self):
@@ -98,6 +101,8 @@ class Case:
                 shared = head // self.group
                 scores = q[:, head].double() @ k[:, shared].double().T * self.scale
                 hidden = torch.ones_like(scores).triu(1).bool()
+                if self.window is not None:
+                    hidden |= torch.ones_like(scores).tril(-self.window).bool()
                 heads.append(scores.masked_fill(hidden, -math.inf).softmax(-1) @ v[:, shared].double())
             rows.append(torch.stack(heads, 1)[old:])
         return torch.cat(rows)
@@ -126,6 +131,8 @@ SEQUENCES = st.lists(
     max_size=5,
 )
 
+WINDOWS = st.one_of(st.none(), st.integers(1, 9), st.integers(10, 150))
+
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -136,10 +143,11 @@ SEQUENCES = st.lists(
     head_dim=st.sampled_from([1, 2, 5, 8, 16, 32]),
     block_size=st.sampled_from([1, 2, 3, 7, 16, 33, 64]),
     seed=st.integers(0, 2**31),
+    window=WINDOWS,
 )
-def test_any_batch_matches_plain_matrices(backend, lengths, kv_heads, group, head_dim, block_size, seed):
+def test_any_batch_matches_plain_matrices(backend, lengths, kv_heads, group, head_dim, block_size, seed, window):
     """A wrong slot, mask, head group or tile, or one NaN read from a slot that is not the sequence's."""
-    check(Case(lengths, kv_heads, group, head_dim, block_size, seed), backend)
+    check(Case(lengths, kv_heads, group, head_dim, block_size, seed, window=window), backend)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -235,10 +243,11 @@ def test_bfloat16_goes_in_and_comes_out(backend):
     head_dim=st.sampled_from([3, 8, 40, 64, 80]),
     block_size=st.sampled_from([1, 7, 8, 16, 40, 64]),
     seed=st.integers(0, 2**31),
+    window=WINDOWS,
 )
-def test_the_kernel_reads_every_kind_of_pool(dtype, lengths, group, head_dim, block_size, seed):
+def test_the_kernel_reads_every_kind_of_pool(dtype, lengths, group, head_dim, block_size, seed, window):
     """A half read as an integer, a scale of the wrong slot, or a rounding that the plain backend does not do."""
-    case = Case(lengths, 2, group, head_dim, block_size, seed)
+    case = Case(lengths, 2, group, head_dim, block_size, seed, window=window)
     out, layer = case.run("cpu", dtype)
     expected, held = case.run("reference", dtype)
     assert out.dtype == torch.float32
@@ -246,6 +255,19 @@ def test_the_kernel_reads_every_kind_of_pool(dtype, lengths, group, head_dim, bl
     for mine, its in ((layer.k, held.k), (layer.v, held.v), (layer.k_scale, held.k_scale)):
         assert torch.equal(mine.nan_to_num(-1.0), its.nan_to_num(-1.0))
     assert (out.double() - case.dense()).abs().mean() < 0.05
+
+
+@pytest.mark.parametrize("window", [1, 5, 63, 64, 100])
+@pytest.mark.parametrize("group", [1, 3])
+def test_a_window_keeps_every_bit_however_the_prompt_is_cut(window, group):
+    """A tile that only a neighbour sees must leave a query as it was, even where values in it are infinite."""
+    case = Case([(0, 200)], 2, group, 16, 16, window=window)
+    whole, _ = case.run("cpu")
+    for old in (1, 13, 64, 150, 199):
+        part = Case([(old, 200 - old)], 2, group, 16, 16, window=window)
+        part.q, part.k, part.v = case.q, [case.k[0].clone()], [case.v[0].clone()]
+        part.v[0][: max(0, old - window + 1)] = math.inf
+        assert torch.equal(part.run("cpu")[0], whole[old:])
 
 
 def test_auto_is_the_fastest_there_is():
