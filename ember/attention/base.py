@@ -39,13 +39,7 @@ class AttentionBackend(Protocol):
         """Work out whatever all layers share."""
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: KVLayer,
-        scale: float,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """Write K/V at `slot_mapping`, then attend causally through the block tables.
 

@@ -63,13 +63,7 @@ class BatchedAttention:
         ]
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: KVLayer,
-        scale: float,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         layer.write(k, v, self._slot_mapping)

@@ -60,13 +60,7 @@ class CpuAttention:
         self._tiles = _deal(_tiles(metadata), self._threads).numpy()
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: KVLayer,
-        scale: float,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         keys, values = _flat(layer.k), _flat(layer.v)

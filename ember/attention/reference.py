@@ -19,13 +19,7 @@ class ReferenceAttention:
         self._metadata = metadata
 
     def forward(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: KVLayer,
-        scale: float,
-        window: int | None = None,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         meta = self._metadata
