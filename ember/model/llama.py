@@ -53,8 +53,8 @@ class Attention:
         self.norms = [RMSNorm(config, weights, f"{name}.{part}_norm", ops) for part in "qk"] if config.qk_norm else []
         self.window, self.is_rotary = config.windows[index], config.rotary[index]
 
-    def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
-        """[T, n_embd] to [T, n_embd]; the backend stores K/V in the layer's blocks."""
+    def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step, more: torch.Tensor) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd], plus `more`; the backend stores K/V in the layer's blocks."""
         c, qkv = self.config, self.qkv_proj(x)
         heads = qkv.view(len(x), -1, c.head_dim)
         parts = torch.split(heads, [c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
@@ -64,7 +64,7 @@ class Attention:
             self.ops.rotate(qkv, c.n_head + c.n_kv_head, step.cos, step.sin)
         q, k, v = parts
         out = step.attention.forward(q, k, v, layer, c.head_dim**-0.5, self.window)
-        return self.o_proj(out.view(len(x), -1))
+        return self.o_proj(out.view(len(x), -1), more)
 
 
 class MLP:
@@ -76,9 +76,9 @@ class MLP:
         self.gate_up_proj = _linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], config.mlp_bias, form)
         self.down_proj = _linear(weights, [f"{name}.down_proj"], config.mlp_bias, form)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, n_embd] to [T, n_embd]."""
-        return self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation))
+    def __call__(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """[T, n_embd] to [T, n_embd], plus `more`."""
+        return self.down_proj(self.ops.gate(self.gate_up_proj(x), self.activation), more)
 
 
 class Block:
@@ -92,8 +92,8 @@ class Block:
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
-        x = x + self.self_attn(self.input_layernorm(x), layer, step)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = self.self_attn(self.input_layernorm(x), layer, step, x)
+        return self.mlp(self.post_attention_layernorm(x), x)
 
 
 class Llama:

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import extending, njit, prange, types
 
 from ember.kernel_cache import ensure_kernel_cache
+from ember.model.packed_matrix import flat
 from ember.threads import numba_follows_torch
 
 ensure_kernel_cache()
@@ -100,50 +101,50 @@ def _gate(x: Any, out: Any, linear: Any, cubic: Any) -> None:
 
 
 @njit(cache=True)
-def norm_few(x: Any, out: Any, weight: Any, eps: Any) -> None:
-    """Normalise each row of x [R, D]."""
-    for m in range(len(x)):
-        _norm(x[m], out[m], weight, eps)
+def norm_few(x: Any, stride: Any, out: Any, weight: Any, eps: Any) -> None:
+    """Normalise each row of x into out [R, D]. Rows of x, here and below, lie `stride` numbers apart."""
+    for m in range(len(out)):
+        _norm(x[m * stride : m * stride + out.shape[1]], out[m], weight, eps)
 
 
 @njit(parallel=True, cache=True)
-def norm_many(x: Any, out: Any, weight: Any, eps: Any) -> None:
+def norm_many(x: Any, stride: Any, out: Any, weight: Any, eps: Any) -> None:
     """As `norm_few`, by all threads."""
-    for m in prange(len(x)):
-        _norm(x[m], out[m], weight, eps)
+    for m in prange(len(out)):
+        _norm(x[m * stride : m * stride + out.shape[1]], out[m], weight, eps)
 
 
 @njit(cache=True)
-def turn_few(x: Any, heads: Any, cos: Any, sin: Any) -> None:
-    """Turn the first heads of each row of x [T, W] by cos and sin [T, D/2]."""
-    for m in range(len(x)):
-        _turn(x[m], heads, cos[m], sin[m])
+def turn_few(x: Any, stride: Any, heads: Any, cos: Any, sin: Any) -> None:
+    """Turn the first heads of each row of x by cos and sin [T, D/2]."""
+    for m in range(len(cos)):
+        _turn(x[m * stride :], heads, cos[m], sin[m])
 
 
 @njit(parallel=True, cache=True)
-def turn_many(x: Any, heads: Any, cos: Any, sin: Any) -> None:
+def turn_many(x: Any, stride: Any, heads: Any, cos: Any, sin: Any) -> None:
     """As `turn_few`, by all threads."""
-    for m in prange(len(x)):
-        _turn(x[m], heads, cos[m], sin[m])
+    for m in prange(len(cos)):
+        _turn(x[m * stride :], heads, cos[m], sin[m])
 
 
 @njit(cache=True)
-def gate_few(x: Any, out: Any, linear: Any, cubic: Any) -> None:
-    """Each row [2 * I] of x to a row [I]."""
-    for m in range(len(x)):
-        _gate(x[m], out[m], linear, cubic)
+def gate_few(x: Any, stride: Any, out: Any, linear: Any, cubic: Any) -> None:
+    """Each row [2 * I] of x to a row of out [T, I]."""
+    for m in range(len(out)):
+        _gate(x[m * stride : m * stride + 2 * out.shape[1]], out[m], linear, cubic)
 
 
 @njit(parallel=True, cache=True)
-def gate_many(x: Any, out: Any, linear: Any, cubic: Any) -> None:
+def gate_many(x: Any, stride: Any, out: Any, linear: Any, cubic: Any) -> None:
     """As `gate_few`, by all threads."""
-    for m in prange(len(x)):
-        _gate(x[m], out[m], linear, cubic)
+    for m in prange(len(out)):
+        _gate(x[m * stride : m * stride + 2 * out.shape[1]], out[m], linear, cubic)
 
 
 def run(few: Any, many: Any, x: torch.Tensor, *others: Any) -> None:
-    """Call the one of the two that is faster for so many numbers."""
-    arrays = [item.numpy() if isinstance(item, torch.Tensor) else item for item in (x, *others)]
+    """Call the one of the two that is faster for so many rows of x [T, n], which are runs of memory."""
+    arrays = [item.numpy() if isinstance(item, torch.Tensor) else item for item in (flat(x), x.stride(0), *others)]
     if x.numel() < _PARALLEL_FROM:
         few(*arrays)
     else:

@@ -65,16 +65,16 @@ class PackedMatrix:
             [T, out]: columns of a wider tensor.
         """
         numba_follows_torch()
-        x, height, stride = _with_runs(x), len(x), self.panels * kernel.WIDTH + _PADDING
+        x, height, stride = with_runs(x), len(x), self.panels * kernel.WIDTH + _PADDING
         y = torch.empty(height, stride)
         added, more_stride = bias, 0
         if more is not None:
-            more = _with_runs(more)
-            added, more_stride = _flat(more), more.stride(0)
+            more = with_runs(more)
+            added, more_stride = flat(more), more.stride(0)
         shape = (x.stride(0), more_stride, stride, self.out_features, self.in_features, self.depth)
         cuts = _cuts(self.panels, height, torch.get_num_threads())
         kernel.multiply(
-            _flat(x).numpy(),
+            flat(x).numpy(),
             self.data,
             bias.numpy(),
             added.numpy(),
@@ -124,12 +124,12 @@ def _even(k: int) -> int:
     return -(-k // kernel.UNROLL) * kernel.UNROLL
 
 
-def _with_runs(x: torch.Tensor) -> torch.Tensor:
+def with_runs(x: torch.Tensor) -> torch.Tensor:
     """x [T, n] with rows that are runs of memory, not overlapping."""
     return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
 
 
-def _flat(x: torch.Tensor) -> torch.Tensor:
+def flat(x: torch.Tensor) -> torch.Tensor:
     """The memory from the first number of x [T, n] to its last."""
     return x.as_strided(((len(x) - 1) * x.stride(0) + x.shape[1],), (1,))
 

@@ -21,13 +21,13 @@ GATES: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 
 class RowOps(Protocol):
-    """The operations, for a device and dtype."""
+    """The operations, for a device and dtype. Rows of x are runs of memory, perhaps with gaps between them."""
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMSNorm (Zhang and Sennrich, arXiv:1910.07467) of rows [R, D], contiguous, with weight [D]."""
+        """RMSNorm (Zhang and Sennrich, arXiv:1910.07467) of rows [R, D] with weight [D]."""
 
     def rotate(self, x: torch.Tensor, heads: int, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        """Turn the first heads of x [T, W], contiguous, in place, by cos and sin [T, D/2] float32."""
+        """Turn the first heads of x [T, W] in place, by cos and sin [T, D/2] float32."""
 
     def gate(self, x: torch.Tensor, activation: str) -> torch.Tensor:
         """activation(g) * u [T, I] of x [T, 2 * I], which holds g, then u (Shazeer, arXiv:2002.05202)."""
@@ -48,7 +48,7 @@ class CompiledRows:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `RowOps.norm`."""
-        out, kernel = torch.empty_like(x), self._kernel
+        out, kernel = x.new_empty(x.shape), self._kernel
         kernel.run(kernel.norm_few, kernel.norm_many, x, out, weight, np.float32(eps))
         return out
 
