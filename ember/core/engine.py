@@ -56,14 +56,19 @@ class Engine:
         return len(self.scheduler.waiting)
 
     def add(self, sequence: Sequence) -> None:
-        """Put a request in line. It must fit: 0 < prompt < max_model_len, 0 < max_tokens within the rest."""
-        sequence.arrival_s = perf_counter()
-        self._sequences[sequence.request_id] = sequence
+        """Put a request in line, with its children: other samples of the same prompt.
+
+        It must fit: 0 < prompt < max_model_len, 0 < max_tokens within the rest.
+        """
+        for member in sequence.family:
+            member.arrival_s = perf_counter()
+            self._sequences[member.request_id] = member
         self.scheduler.add(sequence)
 
     def abort_waiting(self) -> list[Sequence]:
         """Take out all requests that have not started (or were preempted); returns them."""
-        return [self.abort(s.request_id) for s in list(self.scheduler.waiting)]
+        waiting = [member for s in self.scheduler.waiting for member in s.family]
+        return [self.abort(s.request_id) for s in waiting]
 
     def abort(self, request_id: int) -> Sequence:
         """Take a request out unfinished and free its blocks."""
@@ -133,7 +138,7 @@ class Engine:
 
         Every draw finds its sequence as plain decoding would have it: exact whatever the sampler looks at.
         """
-        drawing = _first_rows(scheduled)
+        drawing = [drawer for s, row in _first_rows(scheduled) for drawer in self._with_children(s, row)]
         for ahead in itertools.count():
             if not drawing:
                 return
@@ -144,6 +149,12 @@ class Engine:
             for (s, _), token in zip(drawing, tokens, strict=True):
                 self._take(s.sequence, token, out, on_token)
             drawing = [(s, row) for (s, row), token in zip(drawing, tokens, strict=True) if _accept(s, ahead, token)]
+
+    def _with_children(self, leader: ScheduledSequence, row: int) -> list[tuple[ScheduledSequence, int]]:
+        """A sequence, and those forked from it, which draw their first token from the same logits."""
+        children = self.scheduler.fork(leader.sequence) if leader.sequence.children else []
+        forked = [ScheduledSequence(s, leader.start, 0, leader.block_table, True, 0) for s in children]
+        return [(s, row) for s in (leader, *forked)]
 
     def _take(self, sequence: Sequence, token: int | RequestError, out: StepOutput, on_token: OnToken | None) -> None:
         """Append a token, or note an error, and finish the sequence if it has ended."""
@@ -197,7 +208,7 @@ def _first_rows(scheduled: list[ScheduledSequence]) -> list[tuple[ScheduledSeque
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return logits if len(rows) == len(logits) else logits[rows]
+    return logits if rows == list(range(len(logits))) else logits[rows]
 
 
 def _accept(scheduled: ScheduledSequence, ahead: int, token: int | RequestError) -> bool:

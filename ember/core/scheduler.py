@@ -46,9 +46,10 @@ class Scheduler:
         self._num_added = 0
 
     def add(self, sequence: Sequence) -> None:
-        """Put a new sequence at the end of the line."""
-        sequence.order = self._num_added
-        self._num_added += 1
+        """Put a new sequence, with its children, at the end of the line."""
+        for member in sequence.family:
+            member.order = self._num_added
+            self._num_added += 1
         self.waiting.append(sequence)
 
     def finish(self, sequence: Sequence) -> None:
@@ -56,10 +57,39 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._publish(sequence)
             self.running.remove(sequence)
-        elif sequence.status is not SequenceStatus.FINISHED:
+        elif sequence in self.waiting:
             self.waiting.remove(sequence)
+        elif sequence.status is not SequenceStatus.FINISHED:
+            next(s.children for s in (*self.running, *self.waiting) if sequence in s.children).remove(sequence)
         sequence.status = SequenceStatus.FINISHED
         self.blocks.free(sequence.request_id)
+        self._put_back(sequence.children)
+
+    def fork(self, leader: Sequence) -> list[Sequence]:
+        """Let the samples run that waited for a prompt which is computed now; returns them.
+
+        They share its blocks. Those beyond `max_num_seqs` get back in line, the first of them as leader of the rest.
+        """
+        room = self.max_num_seqs - self._num_taken() + len(leader.children)
+        started = leader.children[:room]
+        self._put_back(leader.children[room:])
+        leader.children = []
+        for child in started:
+            self.blocks.fork(leader.request_id, child.request_id)
+            child.num_computed_tokens = child.max_computed_tokens = leader.num_computed_tokens
+            child.num_cached_tokens = child.num_prompt_tokens
+            child.admitted_s, child.status = leader.admitted_s, SequenceStatus.RUNNING
+            insort(self.running, child, key=_order)
+        return started
+
+    def _put_back(self, family: list[Sequence]) -> None:
+        if family:
+            family[0].children = family[1:]
+            insort(self.waiting, family[0], key=_order)
+
+    def _num_taken(self) -> int:
+        """Places that running sequences take, or will when their children are forked."""
+        return len(self.running) + sum(len(s.children) for s in self.running)
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens within the budget; empty only when there is nothing to do."""
@@ -96,7 +126,7 @@ class Scheduler:
 
     def _speculate(self, proposer: NgramProposer, out: SchedulerOutput) -> None:
         """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
-        for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1]:
+        for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1 and not s.sequence.children]:
             end, sequence = s.start + 1, s.sequence
             room = (len(s.block_table) + self.blocks.num_available) * self.blocks.block_size - end
             left = sequence.max_tokens - sequence.num_output_tokens - 1
@@ -130,11 +160,11 @@ class Scheduler:
         """Who gives up its blocks for a sequence: of itself and those after it, whoever loses least; then the youngest.
 
         Never the oldest of all, which so comes to its end; nor one before the sequence, which may be in the step
-        already; nor one that holds no block of its own, which would gain nothing.
+        already; nor, while others do, one that holds no block of its own: that only makes shared blocks less shared.
         """
         candidates = self.running[self.running.index(sequence) :]
         useful = [s for s in candidates[::-1] if s is not self.running[0] and self.blocks.num_own(s.request_id)]
-        return min(useful, key=self._cost_of_preempting, default=sequence)
+        return min(useful, key=self._cost_of_preempting, default=candidates[-1])
 
     def _cost_of_preempting(self, sequence: Sequence) -> int:
         """Tokens that would have to be computed again."""
@@ -177,19 +207,20 @@ class Scheduler:
 
         Nothing starts in a step that preempted: it would soon be thrown out again, its prefill wasted.
         """
-        if out.num_tokens >= self.max_num_batched_tokens or len(self.running) >= self.max_num_seqs or out.preempted:
+        if out.num_tokens >= self.max_num_batched_tokens or out.preempted or self._num_taken() >= self.max_num_seqs:
             return False
         return self.policy != "static" or self._batch_open or sequence.status is not SequenceStatus.WAITING
 
     def _has_room(self, sequence: Sequence, hit: PrefixHit, out: SchedulerOutput) -> bool:
-        """Whether what a hit leaves of a sequence fits the pool, with one block to spare for each running sequence.
+        """Whether what a hit leaves of a sequence fits the pool, with one block to spare for each that then runs.
 
         Else it would soon be thrown out again. Alone it always fits.
         """
         left = sequence.num_tokens - len(hit.blocks) * self.blocks.block_size
         if self.policy != "mixed" and out.scheduled and left > self.max_num_batched_tokens - out.num_tokens:
             return False
-        return not self.running or self.blocks.has_room(hit, sequence.num_tokens, spare=len(self.running))
+        spare = min(self._num_taken() + len(sequence.children), self.max_num_seqs - 1)
+        return not self.running or self.blocks.has_room(hit, sequence.num_tokens, spare)
 
     def _preempt(self, sequence: Sequence, out: SchedulerOutput) -> None:
         """Give up a sequence's K/V, keep its tokens, put it back to its place in the line."""

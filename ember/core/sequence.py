@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ember.core.drafting import Drafting
@@ -34,7 +34,8 @@ class Sequence:
     `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
     when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`. `order` numbers arrivals;
     `num_cached_tokens` is what of the prompt was in the pool when it was first admitted. `drafting` is speculation's.
-    `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of.
+    `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of. `children` are
+    other samples of its prompt, which wait to be forked from it when the prompt is computed.
     """
 
     request_id: int
@@ -44,6 +45,7 @@ class Sequence:
     max_tokens: int
     sample_index: int = 0
     parent_id: int = -1
+    children: list[Sequence] = field(default_factory=list)
     order: int = 0
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
@@ -64,6 +66,11 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.parent_id = self.request_id if self.parent_id < 0 else self.parent_id
+
+    @property
+    def family(self) -> list[Sequence]:
+        """Itself and its children."""
+        return [self, *self.children]
 
     @property
     def num_tokens(self) -> int:

@@ -155,12 +155,17 @@ class LLM:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids = stop_ids.union(self.plan.network.eos_token_ids)
-        for index in samples:
-            tokens = list(result.prompt_token_ids)
-            sequence = Sequence(next(self._ids), tokens, params, seed, room, index, request_id, stop_ids=stop_ids)
-            live.sequence_ids[index] = sequence.request_id
+        leader, *children = (
+            Sequence(
+                next(self._ids), list(result.prompt_token_ids), params, seed, room, i, request_id, stop_ids=stop_ids
+            )
+            for i in samples
+        )
+        leader.children = children
+        for sequence in leader.family:
+            live.sequence_ids[sequence.sample_index] = sequence.request_id
             self._outputs.add(sequence)
-            self.engine.add(sequence)
+        self.engine.add(leader)
         return None
 
     def step(self) -> tuple[list[RequestOutput], StepOutput]:
