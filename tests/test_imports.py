@@ -54,7 +54,7 @@ PURE = ("ember.core", "ember.cache", "ember.attention", "ember.model")
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
 CORE = ["core/*.py", "cache/*.py", "attention/base.py", "attention/reference.py", "attention/batched.py"]
 CORE += ["model/gpt2.py", "model/weights.py"]
-CORE_LINES = 1860
+CORE_LINES = 1900
 
 
 def imports(path: Path) -> Iterator[str]:
