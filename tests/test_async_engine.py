@@ -8,7 +8,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from ember import LLM, SamplingParams
-from ember.entrypoints.async_engine import AsyncEngine, EngineStopped, Generation, QueueFull, Request
+from ember.entrypoints.async_engine import AsyncEngine, EngineStopped, QueueFull, Request
+from ember.entrypoints.generation import Generation
 from tests.fakes import golden
 
 CASES = golden()["cases"]
@@ -122,6 +123,22 @@ def test_stopping_lets_open_requests_finish_or_fails_them(llm: LLM) -> None:
         assert [output.error_kind for output in outputs] == ["server_stopped"] * 2
 
     with_engine(llm, hurried)
+
+
+def test_the_samples_of_a_prompt_are_choices(llm: LLM) -> None:
+    """Sample j of prompt i is choice i * n + j, drawn as offline."""
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12)
+    offline = [done.text for output in llm.generate(PROMPTS[:2], params) for done in output.outputs]
+    asked = [Request(prompt, params) for prompt in PROMPTS[:2]]
+
+    async def use(engine: AsyncEngine) -> None:
+        assert await text(engine.submit(asked, stream=True)) == offline
+        outputs = await engine.submit(asked, stream=False).outputs()
+        assert [output.text for output in outputs] == offline
+        engine.submit(asked, stream=True).give_up()
+        await until(lambda: engine.num_open == 0)
+
+    with_engine(llm, use)
 
 
 def test_requests_with_nothing_to_compute_end_at_once(llm: LLM) -> None:

@@ -102,6 +102,7 @@ class ApiServer:
         prompts = [(self._text(p), r.prompt_token_ids) for p, r in zip(call.prompts, requests, strict=True)]
         answer = CompletionAnswer(call, self._model, prompts)
         generation = self._submit(requests, call.stream)
+        self._metrics.accepted(sum(len(request.prompt_token_ids) for request in requests))
         if call.stream:
             return StreamResponse(generation, answer, config.send_timeout_s)
         return WholeResponse(generation, answer)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from queue import SimpleQueue
 from threading import Thread
 from typing import Protocol
 
 from ember.core.batch import StepOutput
-from ember.data.output import RequestOutput
+from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.text_stream import TextStream
+from ember.entrypoints.generation import Generation, Piece
 from ember.entrypoints.llm import LLM
 from ember.errors import RequestError
 from ember.sampling_params import SamplingParams
@@ -45,77 +47,36 @@ class Request:
     params: SamplingParams
 
 
-@dataclass(slots=True)
-class Piece:
-    """What the request number `index` of a Generation got since its last piece; `output` is set on its last one."""
-
-    index: int
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    output: RequestOutput | None = None
-
-
 class Observer(Protocol):
     """Hears what the engine does."""
 
     def step(self, step: StepOutput) -> None:
         """A step is done; called in the engine's thread."""
 
-    def finished(self, output: RequestOutput) -> None:
-        """A request has ended; called in the event loop."""
+    def finished(self, output: CompletionOutput) -> None:
+        """A choice has ended; called in the event loop."""
 
 
-class Generation:
-    """The requests of one call as they are computed. Belongs to the event loop.
+@dataclass(slots=True)
+class _Choice:
+    """What the thread knows of a choice; `stream` is None if only the result is wanted."""
 
-    Attributes:
-        num_open: requests that have not ended.
-    """
+    index: int
+    stream: TextStream | None
+    token_ids: list[int] = field(default_factory=list)
 
-    def __init__(self, num_requests: int, give_up: Callable[[Generation], None]) -> None:
-        self.num_open = num_requests
-        self._give_up = give_up
-        self._pieces: list[Piece] = []
-        self._news = asyncio.Event()
-        self._given_up = False
-
-    async def pieces(self) -> list[Piece]:
-        """What has come since the last call, at least one piece; nothing once all has ended or was given up."""
-        if not self._pieces and self.num_open and not self._given_up:
-            self._news.clear()
-            await self._news.wait()
-        taken, self._pieces = self._pieces, []
-        return [] if self._given_up else taken
-
-    async def outputs(self) -> list[RequestOutput]:
-        """The results in the order of the requests; an empty list if they were given up."""
-        done: dict[int, RequestOutput] = {}
-        while pieces := await self.pieces():
-            done |= {piece.index: piece.output for piece in pieces if piece.output is not None}
-        return [] if self._given_up else [done[index] for index in sorted(done)]
-
-    def give_up(self) -> None:
-        """Nobody waits for the rest any more; harmless at any time."""
-        if self.num_open and not self._given_up:
-            self._given_up = True
-            self._give_up(self)
-            self._news.set()
-
-    def put(self, piece: Piece) -> None:
-        """Take a piece from the engine."""
-        self._pieces.append(piece)
-        self.num_open -= piece.output is not None
-        self._news.set()
+    def piece(self, text: str, output: CompletionOutput | None = None) -> Piece:
+        """What is new."""
+        ids, self.token_ids = self.token_ids, []
+        return Piece(self.index, text, ids, output)
 
 
 @dataclass(slots=True)
 class _Live:
-    """What the thread knows of a request."""
+    """What the thread knows of a request: its choices that are open, by sample index."""
 
     generation: Generation
-    index: int
-    text: TextStream | None
-    token_ids: list[int] = field(default_factory=list)
+    choices: dict[int, _Choice]
 
 
 News = tuple[Generation, Piece]
@@ -125,7 +86,7 @@ class AsyncEngine:
     """Runs an LLM in a thread of its own.
 
     Args:
-        max_open: most requests that wait or run; one more raises QueueFull.
+        max_open: most choices that wait or run; one more raises QueueFull.
     """
 
     def __init__(self, llm: LLM, *, max_open: int) -> None:
@@ -153,7 +114,7 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Requests that wait or run."""
+        """Choices that wait or run."""
         return self._num_open
 
     def submit(self, requests: Sequence[Request], *, stream: bool) -> Generation:
@@ -168,15 +129,16 @@ class AsyncEngine:
         """
         if not self.healthy:
             raise EngineStopped
-        if self._num_open + len(requests) > self._max_open:
+        num_choices = sum(request.params.n for request in requests)
+        if self._num_open + num_choices > self._max_open:
             raise QueueFull
-        self._num_open += len(requests)
-        generation = Generation(len(requests), self._abandon)
+        self._num_open += num_choices
+        generation = Generation(num_choices, self._abandon)
         self._inbox.put(lambda: self._start(generation, requests, stream))
         return generation
 
     async def stop(self, grace_s: float) -> int:
-        """Take no more requests, give those that are open `grace_s` seconds, fail the rest; returns how many failed."""
+        """Take no more requests, give what is open `grace_s` seconds, fail the rest; returns how many choices."""
         self._accepting = False
         late = 0
         if self._num_open:
@@ -231,26 +193,27 @@ class AsyncEngine:
 
     def _start(self, generation: Generation, requests: Sequence[Request], stream: bool) -> None:
         first, self._num_requests = self._num_requests, self._num_requests + len(requests)
-        for index, request in enumerate(requests):
-            text = TextStream(request.params.stop) if stream else None
-            self._live[first + index] = _Live(generation, index, text)
-        self._ids[generation] = list(range(first, first + len(requests)))
-        done = [self._add(first + index, request) for index, request in enumerate(requests)]
-        if news := [self._finish(output) for output in done if output is not None]:
-            self._tell(self._hand_over, news)
+        ids = self._ids[generation] = list(range(first, first + len(requests)))
+        indices = count()
+        for request_id, request in zip(ids, requests, strict=True):
+            self._live[request_id] = _Live(generation, _choices(request.params, indices, stream))
+        done = [self._add(request_id, request) for request_id, request in zip(ids, requests, strict=True)]
+        self._hand_out([piece for output in done if output is not None for piece in self._finish(output)])
 
     def _add(self, request_id: int, request: Request) -> RequestOutput | None:
         try:
-            return self._llm.add(request_id, request.prompt_token_ids, request.params)
+            return self._llm.add(request_id, request.prompt_token_ids, request.params, together=False)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be put in line")
-            return _failed(request_id, BROKEN)
+            return self._failed(request_id, BROKEN)
 
     def _abort(self, generation: Generation) -> None:
-        ids = [i for i in self._ids.pop(generation, []) if self._live.pop(i, None) is not None]
-        for request_id in ids:
-            self._llm.abort(request_id)
-        self._tell(self._close, len(ids))
+        num_choices = 0
+        for request_id in self._ids.pop(generation, []):
+            if live := self._live.pop(request_id, None):
+                num_choices += len(live.choices)
+                self._llm.abort(request_id)
+        self._tell(self._close, num_choices)
 
     def _step(self) -> None:
         try:
@@ -259,49 +222,64 @@ class AsyncEngine:
             logging.getLogger(__name__).exception("an engine step failed; its requests end with an error")
             self._fail_all(BROKEN)
             return
-        news = self._new_text(step, {output.request_id for output in outputs})
-        news += [self._finish(output) for output in outputs]
-        if news:
-            self._tell(self._hand_over, news)
+        streams = self._add_tokens(step)
+        news = [piece for output in outputs for piece in self._finish(output)]
+        self._hand_out(news + [piece for key in streams for piece in self._new_text(*key)])
         if self._observer is not None:
             self._observer.step(step)
 
-    def _new_text(self, step: StepOutput, finished: set[int]) -> list[News]:
-        """Pieces of those that go on; the others' come with their results."""
-        streams: dict[int, tuple[_Live, TextStream]] = {}
+    def _add_tokens(self, step: StepOutput) -> list[tuple[int, int]]:
+        """Note the tokens of choices that stream; returns which, as (request_id, sample_index)."""
+        keys: dict[tuple[int, int], None] = {}
         for token in step.tokens:
-            live = self._live[token.request_id]
-            if live.text is not None:
-                live.token_ids.append(token.token_id)
-                streams[token.request_id] = live, live.text
+            choice = self._live[token.request_id].choices[token.sample_index]
+            if choice.stream is not None:
+                choice.token_ids.append(token.token_id)
+                keys[token.request_id, token.sample_index] = None
+        return list(keys)
+
+    def _new_text(self, request_id: int, sample_index: int) -> list[News]:
+        """The piece of a choice that goes on, if there is text to show; one that has ended came with its result."""
+        live = self._live.get(request_id)
+        choice = None if live is None else live.choices.get(sample_index)
+        if live is None or choice is None or choice.stream is None:
+            return []
+        text = choice.stream.take(self._llm.text_so_far(request_id, sample_index))
+        return [(live.generation, choice.piece(text))] if text else []
+
+    def _finish(self, output: RequestOutput) -> list[News]:
+        """The last pieces of choices that have ended."""
+        live = self._live[output.request_id]
         news: list[News] = []
-        for request_id in streams.keys() - finished:
-            live, stream = streams[request_id]
-            if text := stream.take(self._llm.text_so_far(request_id)):
-                news.append((live.generation, Piece(live.index, text, live.token_ids)))
-                live.token_ids = []
+        for done in output.outputs:
+            choice = live.choices.pop(done.index)
+            text = "" if choice.stream is None else choice.stream.rest(done.text)
+            news.append((live.generation, choice.piece(text, done)))
+        if not live.choices:
+            del self._live[output.request_id]
+            self._ids[live.generation].remove(output.request_id)
+            if not self._ids[live.generation]:
+                del self._ids[live.generation]
         return news
 
-    def _finish(self, output: RequestOutput) -> News:
-        live = self._live.pop(output.request_id)
-        text = "" if live.text is None else live.text.rest(output.text)
-        ids = self._ids[live.generation]
-        ids.remove(output.request_id)
-        if not ids:
-            del self._ids[live.generation]
-        return live.generation, Piece(live.index, text, live.token_ids, output)
+    def _hand_out(self, news: list[News]) -> None:
+        if news:
+            self._tell(self._hand_over, news)
 
     def _fail_all(self, why: RequestError) -> None:
         self._llm.abort_all()
         self._fail_live(why)
 
     def _fail_live(self, why: RequestError) -> None:
-        self._tell(self._hand_over, [self._finish(_failed(request_id, why)) for request_id in list(self._live)])
+        self._hand_out([piece for i in list(self._live) for piece in self._finish(self._failed(i, why))])
+
+    def _failed(self, request_id: int, why: RequestError) -> RequestOutput:
+        return RequestOutput(request_id).with_error(why, list(self._live[request_id].choices))
 
     def _end(self) -> None:
         self._fail_all(STOPPED)
         self._running = False
 
 
-def _failed(request_id: int, why: RequestError) -> RequestOutput:
-    return RequestOutput(request_id).with_error(why, [0])
+def _choices(params: SamplingParams, indices: Iterator[int], stream: bool) -> dict[int, _Choice]:
+    return {i: _Choice(next(indices), TextStream(params.stop) if stream else None) for i in range(params.n)}

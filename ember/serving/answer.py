@@ -8,8 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from ember.data.output import RequestOutput
-from ember.entrypoints.async_engine import Piece
+from ember.data.output import CompletionOutput
+from ember.entrypoints.generation import Piece
 from ember.serving.call import Call
 
 DONE = b"data: [DONE]\n\n"
@@ -24,7 +24,7 @@ class CompletionAnswer:
     """
 
     def __init__(self, call: Call, model: str, prompts: Sequence[tuple[str, list[int]]]) -> None:
-        self._call, self._prompts = call, prompts
+        self._call, self._prompts, self._n = call, prompts, call.params.n
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -32,7 +32,7 @@ class CompletionAnswer:
             "model": model,
         }
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The body of an answer that does not stream."""
         choices = [
             self._choice(index, self._echoed(index) + output.text, output.token_ids, output)
@@ -44,13 +44,13 @@ class CompletionAnswer:
         """The chunks before the first token."""
         if not self._call.echo:
             return []
-        return [self._chunk([self._choice(i, self._echoed(i), [], None)]) for i in range(len(self._prompts))]
+        return [self._chunk([self._choice(i, self._echoed(i), [], None)]) for i in range(len(self._prompts) * self._n)]
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         """The chunk for one piece."""
         return self._chunk([self._choice(piece.index, piece.text, piece.token_ids, piece.output)])
 
-    def closing(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    def closing(self, outputs: Sequence[CompletionOutput]) -> list[dict[str, Any]]:
         """The chunks after the last token."""
         return [{**self._head, "choices": [], "usage": self._usage(outputs)}] if self._call.include_usage else []
 
@@ -58,7 +58,7 @@ class CompletionAnswer:
         usage = {"usage": None} if self._call.include_usage else {}
         return {**self._head, "choices": choices, **usage}
 
-    def _choice(self, index: int, text: str, ids: list[int], output: RequestOutput | None) -> dict[str, Any]:
+    def _choice(self, index: int, text: str, ids: list[int], output: CompletionOutput | None) -> dict[str, Any]:
         reasons = (None, None) if output is None else (output.finish_reason, output.stop_reason)
         choice = {
             "index": index,
@@ -68,13 +68,16 @@ class CompletionAnswer:
             "stop_reason": reasons[1],
         }
         if self._call.return_token_ids:
-            choice |= {"token_ids": ids, "prompt_token_ids": None if output is None else self._prompts[index][1]}
+            choice |= {
+                "token_ids": ids,
+                "prompt_token_ids": None if output is None else self._prompts[index // self._n][1],
+            }
         return choice
 
     def _echoed(self, index: int) -> str:
-        return self._prompts[index][0] if self._call.echo else ""
+        return self._prompts[index // self._n][0] if self._call.echo else ""
 
-    def _usage(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         prompt = sum(len(ids) for _, ids in self._prompts)
         output = sum(len(o.token_ids) for o in outputs)
         cached = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}

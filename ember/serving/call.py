@@ -47,14 +47,20 @@ class Call:
         """
         given = {key: value for key, value in body.items() if value is not None}
         prompts = _prompts(given)
-        if len(prompts) > max_choices:
-            raise ApiError(400, f"prompt: {len(prompts)} prompts are more than {max_choices} a request", param="prompt")
         if not isinstance(given.get("user", ""), str):
             raise ApiError(400, "user must be text", param="user", code="invalid_value")
+        params = _params(given, COMPLETION_DEFAULTS)
+        if len(prompts) * params.n > max_choices:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={params.n} are more than {max_choices} choices, the most of a request",
+                param="prompt" if params.n == 1 else "n",
+                code="too_many_choices",
+            )
         stream = _flag(given, "stream")
         return Call(
             prompts=prompts,
-            params=_params(given, COMPLETION_DEFAULTS),
+            params=params,
             stream=stream,
             include_usage=_include_usage(given, stream),
             echo=_flag(given, "echo"),

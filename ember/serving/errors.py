@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ember.data.output import RequestOutput
+from ember.data.output import CompletionOutput
 from ember.errors import RequestError
 
 RETRY_AFTER_S = 1
@@ -48,7 +48,7 @@ def refused(error: RequestError, param: str) -> ApiError:
     return ApiError(400, str(error), param=param, code=_CODES.get(error.kind, error.kind))
 
 
-def failed(output: RequestOutput) -> ApiError:
-    """A request ended with an error."""
+def failed(output: CompletionOutput) -> ApiError:
+    """A choice ended with an error."""
     kind = output.error_kind or "internal_error"
     return ApiError(_STATUSES.get(kind, 400), output.error or kind, code=_CODES.get(kind, kind))

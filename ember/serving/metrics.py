@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from ember.core.batch import StepOutput
-from ember.data.output import RequestOutput
+from ember.data.output import CompletionOutput
 from ember.entrypoints.llm import LLM
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Metrics:
         self._registry.register(self._totals)
         self._answers = Counter("http_responses", "Answers by path and status.", ["path", "status"], **own)
         self._finished = Counter("requests_finished", "Choices that ended, by finish_reason.", ["finish_reason"], **own)
-        self._prompt = Counter("prompt_tokens", "Tokens of the prompts of choices that ended.", **own)
+        self._prompt = Counter("prompt_tokens", "Tokens of the prompts that were put in line.", **own)
         self._ttft = Histogram("time_to_first_token_seconds", "From arrival.", buckets=_SECONDS, **own)
         self._latency = Histogram("request_latency_seconds", "From arrival to the end.", buckets=_SECONDS, **own)
         self._queue = Histogram("request_queue_seconds", "From arrival to admission.", buckets=_SECONDS, **own)
@@ -54,10 +54,13 @@ class Metrics:
         """Count an engine step."""
         self._totals.add(step)
 
-    def finished(self, output: RequestOutput) -> None:
+    def accepted(self, num_prompt_tokens: int) -> None:
+        """Count a prompt that was put in line."""
+        self._prompt.inc(num_prompt_tokens)
+
+    def finished(self, output: CompletionOutput) -> None:
         """Count a choice that ended."""
         self._finished.labels(output.finish_reason).inc()
-        self._prompt.inc(len(output.prompt_token_ids))
         for histogram, value in ((self._ttft, output.ttft_s), (self._queue, output.queue_s)):
             if value is not None:
                 histogram.observe(value)

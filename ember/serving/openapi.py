@@ -49,13 +49,13 @@ def _completion(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     many = {"type": "array", "minItems": 1, "maxItems": config.max_choices}
     return {
         "prompt": {"anyOf": [text, ids, {**many, "items": text}, {**many, "items": ids}]},
-        **_common(plan, model),
+        **_common(config, plan, model),
         "echo": _flag(),
         "suffix": {"enum": ["", None], "description": "not supported"},
     }
 
 
-def _common(plan: EnginePlan, model: str) -> Schema:
+def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     token = {"type": "integer", "minimum": 0, "maximum": plan.network.vocab_size - 1}
     stop = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
     return {
@@ -66,6 +66,7 @@ def _common(plan: EnginePlan, model: str) -> Schema:
         "top_k": _whole(),
         "min_p": _real(minimum=0, maximum=1),
         "seed": _whole(),
+        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": config.max_choices},
         "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOPS}, {"type": "null"}]},
         "stop_token_ids": {"type": ["array", "null"], "items": token},
         "ignore_eos": _flag(),

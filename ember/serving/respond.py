@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Mutable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ember.entrypoints.async_engine import Generation
+from ember.entrypoints.generation import Generation
 from ember.serving.answer import DONE, CompletionAnswer, as_event, as_json
 from ember.serving.errors import ApiError, failed
 

@@ -16,7 +16,7 @@ from ember.errors import UserError
 from ember.serving.settings import ServerConfig
 from tests.serving.conftest import RunningServer
 
-LONG = {"prompt": "The sea", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+LONG = {"prompt": "The sea", "max_tokens": 500, "ignore_eos": True, "temperature": 0}
 
 
 def ask(server: RunningServer, path: str, body: dict | None = None, **headers: str):
@@ -100,6 +100,10 @@ def test_cross_origin_calls_only_from_where_allowed(small: RunningServer, server
     assert ask(server, "/health", Origin="https://a.example")[1]["Access-Control-Allow-Origin"] is None
 
 
+def _values(metrics: str) -> str:
+    return "\n".join(line for line in metrics.splitlines() if not line.startswith("#"))
+
+
 @pytest.mark.serve
 def test_a_full_queue_is_429_and_stopping_ends_every_stream(small: RunningServer) -> None:
     """One test, as its server is gone after it: three long streams, a fourth that finds no room, then SIGTERM."""
@@ -113,11 +117,10 @@ def test_a_full_queue_is_429_and_stopping_ends_every_stream(small: RunningServer
     for client in clients:
         client.start()
     deadline = time.monotonic() + 30
-    while True:
-        status, headers, body = ask(small, "/v1/completions", {**LONG, "max_tokens": 1}, **key)
-        if status == 429:
-            break
+    while "ember_requests_running 2.0\nember_requests_waiting 1.0" not in _values(ask(small, "/metrics", **key)[2]):
         assert time.monotonic() < deadline
+    status, headers, body = ask(small, "/v1/completions", {**LONG, "max_tokens": 1}, **key)
+    assert status == 429
     assert headers["Retry-After"] == "1"
     assert json.loads(body)["error"]["code"] == "queue_full"
     code, said = small.stop()
