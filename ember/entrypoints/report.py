@@ -18,7 +18,8 @@ def _report(argv: Sequence[str]) -> None:
     parser = VerbParser(prog="ember report", description=_DESCRIPTION)
     parser.add_argument("output", metavar="OUTPUT", help="the output of a job, or the folder of a sweep; or a URL")
     parser.add_argument("--to", metavar="FOLDER", help="where to write; by default the folder `report` in OUTPUT")
+    parser.add_argument("--sort", metavar="NUMBER", help="of a sweep: what decides (default: tokens_per_s)")
     words = parser.parse_args(list(argv))
-    from ember.report.job_report import report_job  # pyarrow is slow to import
+    from ember.report.report import report  # pyarrow is slow to import
 
-    print(report_job(words.output, words.to))
+    print(report(words.output, sort=words.sort, to=words.to))

@@ -18,8 +18,8 @@ h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #bbb; }
 p { margin: .4rem 0; max-width: 60rem; }
 .lead { font-size: 1.05rem; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .55rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 th { font-weight: 600; }
 thead th { border-bottom: 2px solid #888; }
 .number { text-align: right; white-space: nowrap; }

@@ -1,0 +1,133 @@
+"""A sweep in sentences: the best setting, what it gains, why, what it costs, and a cheaper one nearly as good."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ember.report.measures import BY_KEY
+from ember.report.same_tokens import Comparison, Difference
+from ember.report.sweep import POOL, Sweep, SweepJob
+from ember.report.words import UNKNOWN, Unit, written
+
+NEAR = 0.05
+"""Jobs whose numbers differ by less than this share are taken as equal: one run each is no better measured."""
+_REASONS = ("mean_running", "mean_kv_use", "num_preemptions", "num_recomputed_tokens", "waste", "hit_rate", "num_steps")
+_COSTS = ("p95_latency_s", "p95_ttft_s", "waste", "num_preemptions")
+
+
+def advice(sweep: Sweep) -> Iterator[str]:
+    """The sentences, the answer first."""
+    ranked = [job for job in sweep.jobs if job.value(sweep.sort) is not None]
+    if len(ranked) < 2:
+        yield "There is nothing to compare: fewer than two jobs have this number."
+        return
+    best, worst = ranked[0], ranked[-1]
+    yield _gain(sweep, ranked)
+    if reasons := list(_against(best, worst)):
+        yield f"Against the last, {worst.label(sweep.keys)}: {'; '.join(reasons)}."
+    yield _costs(sweep, ranked)
+    if cheaper := _cheaper(sweep, ranked):
+        yield cheaper
+
+
+def same_tokens(comparisons: list[Comparison], keys: list[str], num_jobs: int) -> Iterator[tuple[str, bool]]:
+    """What the comparison of tokens found, each sentence with whether it is as it should be."""
+    if keys:
+        yield (
+            f"{', '.join(keys)} may change tokens and differ between jobs: only jobs alike in them are compared.",
+            True,
+        )
+    if not comparisons and num_jobs > 1:
+        yield "No two jobs are to give the same tokens, so none were compared.", True
+    for comparison in comparisons:
+        if comparison.difference is not None:
+            yield _differs(comparison.difference), False
+            continue
+        rows = f"{comparison.num_compared:,} rows"
+        some = "" if comparison.num_compared == comparison.num_rows else " that they all have so far"
+        yield f"All {len(comparison.jobs)} jobs gave identical tokens in all {rows}{some}.", True
+
+
+def _gain(sweep: Sweep, ranked: list[SweepJob]) -> str:
+    best, second, worst = ranked[0], ranked[1], ranked[-1]
+    first, next_one, last = (_written(sweep.sort, job.value(sweep.sort)) for job in (best, second, worst))
+    text = f"Best: {best.label(sweep.keys)}, {_label(sweep.sort)} {first}"
+    near = [job for job in ranked[1:] if _share(sweep, best, job) <= NEAR]
+    if len(near) == len(ranked) - 1:
+        return f"{text}; but all jobs are within {NEAR:.0%} of each other, which one run each can't tell apart."
+    text += f", against {next_one} of the next ({second.label(sweep.keys)})" if len(ranked) > 2 else ""
+    times = _times(best.value(sweep.sort), worst.value(sweep.sort))
+    text += f" and {last} of the last ({worst.label(sweep.keys)}){times}."
+    if near:
+        text += f" {len(near)} more within {NEAR:.0%} of it: one run each can't tell them apart."
+    return text
+
+
+def _against(best: SweepJob, worst: SweepJob) -> Iterator[str]:
+    """The numbers that differ most between two jobs, and so may say why."""
+    for key in _REASONS:
+        one, other = best.values[key], worst.values[key]
+        if one is not None and other is not None and abs(one - other) > NEAR * max(abs(one), abs(other)):
+            yield f"{_label(key)} {_written(key, one)} rather than {_written(key, other)}"
+
+
+def _costs(sweep: Sweep, ranked: list[SweepJob]) -> str:
+    best = ranked[0]
+    parts = []
+    pools = {job.pool_tokens for job in ranked if job.pool_tokens is not None}
+    if best.pool_tokens is not None:
+        least = f" (the smallest tried: {min(pools):,.0f})" if len(pools) > 1 else ""
+        parts.append(f"a pool of {best.pool_tokens:,.0f} tokens{least}")
+    for key in _COSTS:
+        known = [job for job in ranked if job.values[key] is not None]
+        if key == sweep.sort or not known or best.values[key] is None:
+            continue
+        least_job = min(known, key=lambda job: job.values[key] or 0.0)
+        lower = (best.values[key] or 0.0) - (least_job.values[key] or 0.0) > NEAR * (best.values[key] or 0.0)
+        other = f" (the lowest: {_written(key, least_job.values[key])})" if lower else ""
+        parts.append(f"{_label(key)} {_written(key, best.values[key])}{other}")
+    return f"What it costs: {'; '.join(parts)}."
+
+
+def _cheaper(sweep: Sweep, ranked: list[SweepJob]) -> str | None:
+    """The job with the smallest pool that is nearly as good."""
+    best = ranked[0]
+    if best.pool_tokens is None:
+        return None
+    near = [job for job in ranked if _share(sweep, best, job) <= NEAR and job.pool_tokens is not None]
+    cheap = min(near, key=lambda job: (job.pool_tokens, _share(sweep, best, job)))
+    if (cheap.pool_tokens or 0.0) >= best.pool_tokens:
+        return None
+    return (
+        f"The smallest pool within {NEAR:.0%} of the best: {cheap.label(sweep.keys)}, {_label(sweep.sort)} "
+        f"{_written(sweep.sort, cheap.value(sweep.sort))} with a pool of {cheap.pool_tokens:,.0f} tokens, "
+        f"{(cheap.pool_tokens or 0.0) / best.pool_tokens:.0%} of the best one's."
+    )
+
+
+def _differs(found: Difference) -> str:
+    sample = f" (sample {found.sample_index})" if found.sample_index else ""
+    ends = [f"{tokens[found.position : found.position + 4]}" for tokens in found.tokens]
+    return (
+        f"Tokens differ: first in row {found.row_index}{sample}, from output token {found.position} on: "
+        f"{ends[0]} in {found.one.name}, {ends[1]} in {found.other.name}."
+    )
+
+
+def _share(sweep: Sweep, best: SweepJob, job: SweepJob) -> float:
+    """How far a job is from the best, as a share of the larger number."""
+    one, other = best.value(sweep.sort) or 0.0, job.value(sweep.sort) or 0.0
+    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
+
+
+def _times(one: float | None, other: float | None) -> str:
+    high, low = max(one or 0.0, other or 0.0), min(one or 0.0, other or 0.0)
+    return f", a factor of {high / low:.2f}" if low > 0 else ""
+
+
+def _label(key: str) -> str:
+    return "pool tokens" if key == POOL else BY_KEY[key].label
+
+
+def _written(key: str, value: float | None) -> str:
+    return UNKNOWN if value is None else written(value, Unit.COUNT if key == POOL else BY_KEY[key].unit)

@@ -1,0 +1,147 @@
+"""The jobs of a sweep side by side: which settings varied, and what each job measured."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from ember.data.manifest import MANIFEST, Manifest
+from ember.data.store import Store, open_store
+from ember.errors import UserError
+from ember.report.columns import Columns, peak
+from ember.report.measures import BY_KEY, MEASURES, Values, measure
+from ember.report.results import JobResults
+from ember.report.words import setting
+
+_NOT_VARIED = frozenset(("output", "progress", "report", "shard"))
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)(tok|KiB|MiB|GiB|TiB)?")
+_FACTORS = {None: 1, "tok": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+POOL = "pool_tokens"
+"""The one column of the table that is no measure: token slots in the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepJob:
+    """One job of a sweep.
+
+    Attributes:
+        name: of its folder.
+        settings: all, by dotted key.
+        values: its measures by key.
+        pool_tokens: token slots in its pool; None before the first step.
+    """
+
+    name: str
+    store: Store
+    manifest: Manifest
+    settings: dict[str, Any]
+    values: Values
+    pool_tokens: float | None
+    status: str
+
+    @staticmethod
+    def of(name: str, store: Store) -> SweepJob:
+        """Read a job's output, and keep only what a comparison needs."""
+        results = JobResults.of(store)
+        blocks, size = peak(Columns(results.steps)["blocks_total"]), results.settings.get("block_size")
+        return SweepJob(
+            name=name,
+            store=store,
+            manifest=results.manifest,
+            settings=results.settings,
+            values=measure(results),
+            pool_tokens=None if blocks is None or size is None else blocks * size,
+            status=str(results.summary.get("status", "unfinished")),
+        )
+
+    def value(self, key: str) -> float | None:
+        """A measure, or `pool_tokens`."""
+        return self.pool_tokens if key == POOL else self.values[key]
+
+    def label(self, keys: Iterable[str]) -> str:
+        """`block_size=16 pool_size=1024tok`; the folder's name if nothing varied."""
+        return " ".join(f"{key}={setting(self.settings.get(key))}" for key in keys) or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """All jobs of a sweep.
+
+    Attributes:
+        jobs: sorted, best first.
+        keys: the settings that varied, those with most values first.
+        sort: the measure that `jobs` are sorted by.
+        empty: folders of jobs that left no results.
+    """
+
+    store: Store
+    jobs: list[SweepJob]
+    keys: list[str]
+    sort: str
+    empty: list[str]
+
+    @staticmethod
+    def open(place: str, sort: str = "tokens_per_s") -> Sweep:
+        """Read the jobs in a folder or URL.
+
+        Raises:
+            UserError: there is none, `sort` is no measure, or a part can't be read.
+        """
+        if sort != POOL and sort not in BY_KEY:
+            raise UserError(f"--sort {sort}: no such number; there are: {', '.join((*BY_KEY, POOL))}")
+        store = open_store(place)
+        folders = [name for name in store.names() if name != "report" and not name.startswith((".", "old-"))]
+        found = [name for name in folders if store.sub(name).exists(MANIFEST)]
+        if not found:
+            raise UserError(f"{place} holds no manifest.json, nor do its folders; name the output of a job or sweep")
+        jobs = [SweepJob.of(name, store.sub(name)) for name in found]
+        empty = [name for name in folders if name not in found and "." not in name]
+        return Sweep(store, ranked(jobs, sort), varied_keys(jobs), sort, empty)
+
+    def values_of(self, key: str) -> list[Any]:
+        """The values that a setting had, in order of size."""
+        return ordered(job.settings.get(key) for job in self.jobs)
+
+    def table(self) -> pa.Table:
+        """A row a job: the settings that varied, then every measure."""
+        jobs = self.jobs
+        columns: dict[str, list[Any]] = {"job": [job.name for job in jobs], "status": [job.status for job in jobs]}
+        columns |= {key: _plain([job.settings.get(key) for job in jobs]) for key in self.keys}
+        columns[POOL] = [job.pool_tokens for job in jobs]
+        columns |= {m.key: [job.values[m.key] for job in jobs] for m in MEASURES}
+        numbers = {POOL, *BY_KEY}
+        return pa.table({key: pa.array(c, pa.float64() if key in numbers else None) for key, c in columns.items()})
+
+
+def ranked(jobs: Sequence[SweepJob], sort: str) -> list[SweepJob]:
+    """The best first; where less is better, or neither is, the least. Jobs that lack the number go last."""
+    sign = -1.0 if sort != POOL and BY_KEY[sort].more_is_better else 1.0
+    return sorted(jobs, key=lambda job: (job.value(sort) is None, sign * (job.value(sort) or 0.0), job.name))
+
+
+def varied_keys(jobs: Sequence[SweepJob]) -> list[str]:
+    """The settings that are not the same in all jobs, those with most values first."""
+    keys = dict.fromkeys(key for job in jobs for key in job.settings if key not in _NOT_VARIED)
+    counts = {key: len({setting(job.settings.get(key)) for job in jobs}) for key in keys}
+    return sorted((key for key in keys if counts[key] > 1), key=lambda key: -counts[key])
+
+
+def ordered(values: Iterable[Any]) -> list[Any]:
+    """Different values: numbers and sizes (`1024tok`, `2GiB`) by size, before all others by name."""
+    different = {setting(value): value for value in values}
+    return [different[name] for name in sorted(different, key=_order)]
+
+
+def _order(name: str) -> tuple[int, float, str]:
+    match = _SIZE.fullmatch(name)
+    return (1, 0.0, name) if match is None else (0, float(match[1]) * _FACTORS[match[2]], name)
+
+
+def _plain(values: list[Any]) -> list[Any]:
+    """Values that a column can hold: as they are if all are of one simple type, else as text."""
+    kinds = {type(value) for value in values if value is not None}
+    return values if len(kinds) == 1 and kinds <= {int, float, str, bool} else [setting(value) for value in values]
