@@ -47,7 +47,7 @@ _JOB_NUMBERS = {
 """The least and the most of each whole number."""
 _NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
 _TEXTS = ("output", "resume", "prompt_column", "id_column", "template", "sampling_column", "ray_address")
-_FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress")
+_FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress", "report")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -171,6 +171,7 @@ class JobConfig(EngineConfig):
     max_errors: int | None = None
     dry_run: bool = False
     progress: bool = True
+    report: bool = False
     commit_every: int = 256
     commit_every_s: float = 30.0
     grace_s: float = 20.0

@@ -26,6 +26,8 @@ from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError
 from ember.interrupt import Interrupted, Interrupts
 from ember.recorder import Recorder
+from ember.report.drawing import check_drawing
+from ember.report.report import report_at_the_end
 from ember.request import start
 from ember.threads import same_threads_after
 
@@ -39,6 +41,15 @@ def run_job(config: JobConfig) -> JobSummary:
     Raises:
         UserError: a mistake in settings, data, model or output folder; one line with the remedy.
     """
+    if config.report:
+        check_drawing()
+    summary = _run(config)
+    if config.report and not config.dry_run and summary.status == JobStatus.FINISHED:
+        report_at_the_end(str(config.output))
+    return summary
+
+
+def _run(config: JobConfig) -> JobSummary:
     begin = time.perf_counter()
     run_id = uuid.uuid4().hex[:12]
     with Interrupts() as interrupts, same_threads_after():

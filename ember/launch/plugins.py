@@ -83,6 +83,8 @@ class ExitCode(Callback):
                 raise UserError(_no_jobs(config))
             with contextlib.suppress(BrokenPipeError):  # `ember -m ... | head`
                 _show(outcomes)
+            if config.get("report"):
+                _report(outcomes)
             raise SystemExit(_ended(Path(config.hydra.sweep.dir).absolute(), worst(o.exit_code for o in outcomes)))
 
 
@@ -100,6 +102,15 @@ def _heard() -> Iterator[None]:
 def _show(outcomes: list[Outcome]) -> None:
     print(f"\n{' job':>4}  exit  {'end':<11}  {'speed':>14}  settings", *(o.line() for o in outcomes), sep="\n")
     sys.stdout.flush()
+
+
+def _report(outcomes: list[Outcome]) -> None:
+    """A report of the whole sweep, where its jobs' results lie together."""
+    from ember.report.report import report_at_the_end  # pyarrow is slow to import
+
+    folders = {Path(outcome.output).parent for outcome in outcomes if outcome.output and "://" not in outcome.output}
+    if len(folders) == 1 and len(outcomes) > 1:
+        report_at_the_end(str(*folders))
 
 
 def _ended(folder: Path, exit_code: int) -> int:

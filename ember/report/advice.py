@@ -33,12 +33,7 @@ def advice(sweep: Sweep) -> Iterator[str]:
 def same_tokens(comparisons: list[Comparison], keys: list[str], num_jobs: int) -> Iterator[tuple[str, bool]]:
     """What the comparison of tokens found, each sentence with whether it is as it should be."""
     if keys:
-        yield (
-            f"{', '.join(keys)} may change tokens and differ between jobs: only jobs alike in them are compared.",
-            True,
-        )
-    if not comparisons and num_jobs > 1:
-        yield "No two jobs are to give the same tokens, so none were compared.", True
+        yield f"Jobs that differ in {', '.join(keys)}, which may change tokens, are not compared with each other.", True
     for comparison in comparisons:
         if comparison.difference is not None:
             yield _differs(comparison.difference), False

@@ -132,8 +132,7 @@ def _preemptions(time: Timeline, values: Values) -> Picture:
     def draw(figure: Any) -> None:
         above, below = figure.subplots(2, 1, sharex=True)
         for axes, name, colour in ((above, "num_preempted", BLUE), (below, "num_recomputed_tokens", RED)):
-            width = np.diff(time.edges)
-            axes.bar(time.edges[:-1], time.rate(name) * width, width=width, align="edge", color=colour)
+            axes.stairs(time.rate(name) * np.diff(time.edges), time.edges, fill=True, color=colour)
             thousands(axes.yaxis)
             axes.set_ylim(bottom=0, top=None if time.steps.sum(name) else 1)
         above.set_ylabel("preemptions")
@@ -204,14 +203,8 @@ def _histograms(
         for number, (axes, (label, values)) in enumerate(
             zip(np.atleast_1d(figure.subplots(1, len(known), sharey=True)), known, strict=True)
         ):
-            axes.hist(
-                values,
-                bins=_bars(values, unit),
-                color=COLOURS[number],
-                hatch=HATCHES[number],
-                edgecolor="white",
-                lw=0.4,
-            )
+            counts, edges = np.histogram(values, bins=_bars(values, unit))
+            axes.stairs(counts, edges, fill=True, fc=COLOURS[number], hatch=HATCHES[number], ec="white", lw=0.4)
             axes.axvline(float(np.median(values)), color=BLACK, lw=1, ls="--")
             axes.set_title(f"{label}\nmedian {written(float(np.median(values)), unit)}", fontsize=9, weight="normal")
             axes.set_xlabel(axis)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
+
 from ember.data.manifest import MANIFEST
 from ember.data.store import open_store
+from ember.errors import UserError
 from ember.report.job_report import report_job
 from ember.report.sweep_report import report_sweep
 
@@ -17,3 +21,13 @@ def report(place: str, *, sort: str | None = None, to: str | None = None) -> str
     if sort is None and open_store(place).exists(MANIFEST):
         return report_job(place, to)
     return report_sweep(place, sort=sort or "tokens_per_s", to=to)
+
+
+def report_at_the_end(place: str) -> None:
+    """Write the report of a job or sweep that has just finished, and say where; its results outlive any failure."""
+    try:
+        print(f"  {'report':<12} {report(place).splitlines()[-1]}", flush=True)
+    except Exception as error:
+        if not isinstance(error, UserError):
+            traceback.print_exc()
+        print(f"warning: there is no report ({error}); to try again: ember report {place}", file=sys.stderr)

@@ -1,0 +1,138 @@
+"""The report of a sweep: the best job on top, numbers as in the Parquet, a check that no setting changed a token."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+from html import unescape
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import ember.run
+from ember.entrypoints.cli import main
+from ember.report.measures import BY_KEY, MEASURES, measure
+from ember.report.results import JobResults
+from ember.report.same_tokens import compare_tokens
+from ember.report.sweep import Sweep, ordered
+from ember.report.words import written
+
+ROWS = "\n".join(f'{{"prompt": "Of whales and men, number {i}"}}' for i in range(8))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four jobs by the command line, and their report."""
+    folder = tmp_path_factory.mktemp("sweep")
+    (folder / "rows.jsonl").write_text(ROWS, encoding="utf-8")
+    words = ["block_size=4,16", "pool_size=80tok,640tok", "max_model_len=64", "sampling.max_tokens=10"]
+    words += ["sampling.ignore_eos=true", f"output={folder}/out", "progress=false"]
+    assert ember.run.main(["-m", f"data={folder}/rows.jsonl", *words, f"hydra.sweep.dir={folder}/hydra"]) == 0
+    assert main(["report", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_report_true_writes_one_of_each_job_and_one_of_the_sweep(job_folder: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("ember.report.job_report.job_pictures", lambda results, values: [])
+    words = ["-m", "data=prompts.jsonl", "block_size=8,16", "sampling.max_tokens=2", "output=out", "report=true"]
+    assert ember.run.main(words) == 0
+    pages = [path.relative_to(job_folder).as_posix() for path in (job_folder / "out").rglob("report.html")]
+    of_jobs = [f"out/block_size={size}/report/report.html" for size in (16, 8)]
+    assert sorted(pages) == [*of_jobs, "out/report/report.html"]
+    assert capsys.readouterr().out.count("  report       ") == 3
+
+
+def test_a_report_that_fails_costs_the_job_nothing(job_folder: Path, monkeypatch, capsys) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr("ember.report.job_report.job_pictures", fail)
+    assert ember.run.main(["data=prompts.jsonl", "sampling.max_tokens=2", "output=out", "report=true"]) == 0
+    assert "there is no report (no ink); to try again: ember report out" in capsys.readouterr().err
+
+
+def test_the_table_holds_what_each_jobs_parquet_holds(sweep: Path) -> None:
+    """In Parquet, in CSV and on the page: the same jobs in the same order with the same numbers."""
+    table = pq.read_table(sweep / "report" / "jobs.parquet").to_pylist()
+    with (sweep / "report" / "jobs.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    page = unescape((sweep / "report" / "report.html").read_text(encoding="utf-8"))
+    assert [row["tokens_per_s"] for row in table] == sorted((r["tokens_per_s"] for r in table), reverse=True)
+    for row, line in zip(table, lines, strict=True):
+        values = measure(JobResults.open(str(sweep / row["job"])))
+        assert {m.key: row[m.key] for m in MEASURES} == values
+        assert float(line["tokens_per_s"]) == values["tokens_per_s"]
+        assert f">{written(values['tokens_per_s'], BY_KEY['tokens_per_s'].unit)}<" in page
+        assert row["job"] == f"block_size={row['block_size']},pool_size={row['pool_size']}"
+        assert row["pool_tokens"] == int(row["pool_size"].removesuffix("tok"))
+
+
+def test_the_answer_comes_first(sweep: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    assert main(["report", str(sweep), "--sort", "num_preemptions"]) == 0
+    said = capsys.readouterr().out
+    assert re.match(r"Best: .*pool_size=640tok, preemptions 0\b", said)
+    assert "Against the last, " in said and "What it costs: a pool of 640 tokens (the smallest tried: 80)" in said
+    assert "All 4 jobs gave identical tokens in all 8 rows." in said
+
+
+def test_pictures_over_two_keys(sweep: Path) -> None:
+    names = {path.stem for path in (sweep / "report").glob("*.png")}
+    assert {"sweep_tokens_per_s", "sweep_map", "sweep_waste", "sweep_num_preemptions", "sweep_trade"} <= names
+
+
+def test_the_first_row_with_other_tokens_is_named(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """One wrong token in one of the jobs must not pass as identical."""
+    copy = Path(shutil.copytree(sweep, tmp_path / "copy"))
+    part = next(copy.glob("block_size=16,pool_size=640tok/completions/*"))
+    rows = pq.read_table(part)
+    tokens = rows["token_ids"].to_pylist()
+    (place,) = [i for i, row in enumerate(rows["row_index"].to_pylist()) if row == 5]
+    tokens[place][3] += 1
+    column = rows.schema.get_field_index("token_ids")
+    pq.write_table(rows.set_column(column, "token_ids", pa.array(tokens, rows.schema.field("token_ids").type)), part)
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    (comparison,) = compare_tokens(Sweep.open(str(copy)).jobs)
+    assert comparison.difference is not None
+    assert (comparison.difference.row_index, comparison.difference.position) == (5, 3)
+    assert main(["report", str(copy)]) == 0
+    assert "Tokens differ: first in row 5, from output token 3 on" in capsys.readouterr().out
+
+
+def test_jobs_with_other_results_are_not_compared(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Two temperatures give other tokens by right: no alarm, and no claim either."""
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    copy = Path(shutil.copytree(sweep, tmp_path / "copy"))
+    for job in copy.glob("block_size=16*"):
+        manifest = job / "manifest.json"
+        text = manifest.read_text(encoding="utf-8")
+        assert '"sampling.temperature": 0.0' in text
+        manifest.write_text(text.replace('temperature": 0.0', 'temperature": 0.5'), encoding="utf-8")
+    assert main(["report", str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert "Jobs that differ in sampling.temperature, which may change tokens, are not compared" in said
+    assert said.count("All 2 jobs gave identical tokens") == 2
+
+
+def test_sizes_are_in_order_of_size() -> None:
+    """As text, 1024tok comes before 512tok."""
+    assert ordered(["4096tok", "512tok", "1GiB", "2KiB"]) == ["512tok", "2KiB", "4096tok", "1GiB"]
+    assert ordered([64, 4, 16, None]) == [4, 16, 64, None]
+
+
+def test_mistakes_are_one_line(sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["report", str(sweep), "--sort", "speed"]) == 2
+    assert "error: --sort speed: no such number; there are: tokens_per_s," in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "nor do its folders; name the output of a job or sweep" in capsys.readouterr().err
+
+
+def test_report_without_matplotlib_is_a_mistake_before_the_job(job_folder: Path, monkeypatch, capsys) -> None:
+    """Not after hours of work."""
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert ember.run.main(["data=prompts.jsonl", "output=out", "report=true"]) == 2
+    assert "pip install 'ember-batch[report]'" in capsys.readouterr().err
+    assert not (job_folder / "out" / "completions").exists()
