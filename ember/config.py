@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,7 +48,8 @@ _JOB_NUMBERS = {
 """The least and the most of each whole number."""
 _NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
 _TEXTS = ("output", "resume", "prompt_column", "id_column", "template", "sampling_column", "ray_address")
-_FLAGS = ("allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress", "report")
+_CHAT_TEXTS = ("messages_column", "system")
+_FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress", "report")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -91,6 +93,9 @@ class EngineConfig:
     ngram_min: int = 2
     ngram_max: int = 4
     seed: int = 0
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_date: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
@@ -111,6 +116,7 @@ class EngineConfig:
         PoolSize.parse(self.pool_size)
         boolean("prefix_cache", self.prefix_cache)
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
+        _check_chat_date(self.chat_date)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +161,9 @@ class JobConfig(EngineConfig):
     resume: str | None = None
     prompt_column: str = "prompt"
     id_column: str = "id"
+    messages_column: str | None = None
+    chat: bool = False
+    system: str | None = None
     template: str | None = None
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sampling_column: str = "sampling"
@@ -189,9 +198,11 @@ class JobConfig(EngineConfig):
             raise ConfigError("sampling.seed", self.sampling.seed, "set the job's `seed` instead (or a seed a row)")
         if self.template is not None:
             self.template = unescape(self.template)
+        if self.system is not None:
+            self.system = unescape(self.system)
         self.sampling.stop = [unescape(s) for s in self.sampling.stop]
         _whole_numbers(self, _JOB_NUMBERS)
-        for key in _TEXTS:
+        for key in (*_TEXTS, *_CHAT_TEXTS):
             if getattr(self, key) == "":
                 raise ConfigError(key, "''", "must not be empty; leave it out for its default")
         for key in _FLAGS:
@@ -199,6 +210,7 @@ class JobConfig(EngineConfig):
         _check_shard(self.shard, self.num_shards)
         _check_input(self)
         one_of("order", self.order, ORDERS)
+        _check_chat(self)
         one_of("output_format", self.output_format, OUTPUT_FORMATS)
         one_of("on_error", self.on_error, ON_ERROR)
         self.commit_every_s = real("commit_every_s", self.commit_every_s, "must be a number > 0", open_low=True)
@@ -220,6 +232,23 @@ def _data(value: Any) -> list[str]:
     return list(items)
 
 
+def _check_chat_date(date: str | None) -> None:
+    allowed = "must be a date, YYYY-MM-DD: what a chat template is told as today's"
+    if date is not None and not re.fullmatch(r"\d{4}-\d{2}-\d{2}", str(date)):
+        raise ConfigError("chat_date", date, allowed)
+    try:
+        datetime.date.fromisoformat(date or "2000-01-01")
+    except ValueError:
+        raise ConfigError("chat_date", date, allowed) from None
+
+
+def _check_chat(config: JobConfig) -> None:
+    if config.messages_column is not None and (config.chat or config.template is not None):
+        other = "chat=true makes" if config.chat else "template makes"
+        what = f"{other} a prompt of other columns, this names a column of whole conversations; leave one out"
+        raise ConfigError("messages_column", config.messages_column, what)
+
+
 def _check_input(config: JobConfig) -> None:
     one_of("format", config.format, FORMATS)
     if config.data == [STDIN] and config.num_shards > 1:
@@ -228,8 +257,12 @@ def _check_input(config: JobConfig) -> None:
         if not isinstance(text, str) or not text.strip():
             raise ConfigError(f"schema.{name}", text, "must be a type's name (int64, list<string>, ...)")
     if config.format == "openai_batch":
-        own = ("template", "prompt_column", "id_column", "sampling_column", "sampling_columns")
-        given = [key for key in own if getattr(config, key) not in (None, {}, _OWN_COLUMNS.get(key))]
+        own = ("template", "prompt_column", "id_column", "sampling_column", "sampling_columns", "chat", "system")
+        given = [
+            key
+            for key in (*own, "messages_column")
+            if getattr(config, key) not in (None, False, {}, _OWN_COLUMNS.get(key))
+        ]
         if given:
             key = given[0]
             raise ConfigError(key, getattr(config, key), "format=openai_batch has its own prompt, id and sampling")

@@ -13,6 +13,7 @@ from ember.data.work import Work
 from ember.entrypoints.admission import Admission
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError
+from ember.model.conversation import Conversation
 from ember.request import row_params
 
 ROWS_SHOWN = 5
@@ -71,12 +72,18 @@ def _describe(row: PromptRow, config: JobConfig, plan: EnginePlan) -> str:
     try:
         params = row_params(row, config)
         assert row.prompt is not None
-        ids = admission.token_ids(row.prompt, allow_special_tokens=config.allow_special_tokens)
+        prompt: str | list[int]
+        if isinstance(row.prompt, Conversation):
+            chat = admission.chat_prompt(row.prompt)
+            shown, prompt = _shown(chat.text), chat.token_ids
+        else:
+            shown, prompt = _shown(row.prompt), row.prompt
+        ids = admission.token_ids(prompt, allow_special_tokens=config.allow_special_tokens)
         room = admission.room(len(ids), params)
     except RequestError as error:
         effect = "would end the job (on_error=stop)" if config.on_error == "stop" else "would be an error row"
         return f"{effect}: {error.kind}: {row.where}: {error}"
-    return f"{len(ids):,} tokens, at most {room:,} more: {_shown(row.prompt)}"
+    return f"{len(ids):,} tokens, at most {room:,} more: {shown}"
 
 
 def _shown(prompt: str | list[int]) -> str:

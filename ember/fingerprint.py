@@ -13,7 +13,7 @@ from ember.entrypoints.plan import EnginePlan
 RESULT_VERSION = 3
 """Goes up when the same settings would give other tokens or other rows."""
 
-MODEL_FILES = ("*.safetensors", "*.json", "merges.txt")
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 
 
 def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: FileHashes) -> dict[str, Any]:
@@ -42,6 +42,12 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
         "schema": dict(config.schema),
         "prompt_column": config.prompt_column,
         "id_column": config.id_column,
+        "messages_column": config.messages_column,
+        "chat": config.chat,
+        "system": config.system,
+        "chat_template": None if config.chat_template is None else hashes.of(config.chat_template),
+        "chat_template_kwargs": dict(config.chat_template_kwargs),
+        "chat_date": config.chat_date,
         "sampling_column": config.sampling_column,
         "sampling_columns": dict(config.sampling_columns),
         "allow_special_tokens": config.allow_special_tokens,

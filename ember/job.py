@@ -21,6 +21,7 @@ from ember.data.spool import stdin_as_file
 from ember.data.summary import JobStatus, JobSummary, SummaryBuilder
 from ember.data.work import Work
 from ember.dry_run import show_plan
+from ember.entrypoints.admission import NO_TEMPLATE
 from ember.entrypoints.llm import LLM
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError
@@ -89,9 +90,17 @@ def _plan(config: JobConfig) -> EnginePlan:
         plan.check_stop_ids(config.sampling)
     except ConfigError as error:
         raise error.under("sampling") from None
+    _check_chat(config, plan)
     if plan.why_not_exact is not None:
         print(f"note: not exact to the bit: {plan.why_not_exact}", file=sys.stderr)
     return plan
+
+
+def _check_chat(config: JobConfig, plan: EnginePlan) -> None:
+    """A job that asks for chat needs a template; a row that does, without one, is an error row."""
+    if plan.chat is None and (config.chat or config.messages_column is not None):
+        key, value = ("chat", "true") if config.chat else ("messages_column", config.messages_column)
+        raise ConfigError(key, value, f"{plan.folder.name} {NO_TEMPLATE}")
 
 
 def _read(config: JobConfig) -> PromptReader:

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ember.data.json_values import from_json_values, to_json_values
+from ember.data.openai_batch import CHAT
 from ember.errors import UserError
 
 _KEY_SCHEMA = pa.schema(
@@ -139,9 +140,10 @@ class JsonlFormat:
 
 
 class OpenAIBatchFormat(JsonlFormat):
-    """The lines of OpenAI's Batch API output for text completions: one a row, a choice a sample.
+    """The lines of OpenAI's Batch API output: one a row, a choice a sample.
 
-    Each has the samples' whole records too, under the key `ember`. A line with a sample that failed is an error.
+    Each has the samples' whole records too, under the key `ember`. A line with a sample that failed is an error. A row
+    that came from a request for `/v1/chat/completions` is answered with messages, any other with texts.
 
     Args:
         model: the name to write into each body.
@@ -177,13 +179,14 @@ class OpenAIBatchFormat(JsonlFormat):
         }
 
     def _response(self, samples: list[Record], key: str) -> Record:
+        is_chat = samples[0].get("url") == CHAT
         prompt, output = samples[0]["num_prompt_tokens"], sum(s["num_output_tokens"] for s in samples)
         body = {
-            "id": f"cmpl-{key}",
-            "object": "text_completion",
+            "id": f"chatcmpl-{key}" if is_chat else f"cmpl-{key}",
+            "object": "chat.completion" if is_chat else "text_completion",
             "created": self._created,
             "model": self._model,
-            "choices": [_choice(sample) for sample in samples],
+            "choices": [_choice(sample, is_chat=is_chat) for sample in samples],
             "usage": {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output},
         }
         return {"status_code": _STATUS_OK, "request_id": f"req_{key}", "body": body}
@@ -249,10 +252,11 @@ def records(table: pa.Table) -> Iterator[Record]:
         yield from (dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True))
 
 
-def _choice(sample: Record) -> Record:
+def _choice(sample: Record, *, is_chat: bool) -> Record:
+    text = sample["completion"]
     return {
         "index": sample["sample_index"],
-        "text": sample["completion"],
+        **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
         "finish_reason": sample["finish_reason"],
         "logprobs": None,
     }

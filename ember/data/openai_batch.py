@@ -1,7 +1,8 @@
-"""`format=openai_batch`: the request lines of OpenAI's Batch API as prompts with their own sampling.
+"""`format=openai_batch`: the request lines of OpenAI's Batch API as prompts or conversations with their own sampling.
 
 https://platform.openai.com/docs/api-reference/batch/request-input: one line is
-`{"custom_id": ..., "method": "POST", "url": "/v1/completions", "body": {"model": ..., "prompt": ..., ...}}`.
+`{"custom_id": ..., "method": "POST", "url": "/v1/completions", "body": {"model": ..., "prompt": ..., ...}}`, or
+`/v1/chat/completions` and `messages`.
 What a body asks for and ember can't do makes its row an error that names the key: a result never looks like what was
 asked for without being it.
 """
@@ -10,20 +11,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ember.data.prompt import checked_prompt
+from ember.data.prompt import checked_messages, checked_prompt
 from ember.data.text import RowError, is_json_encodable, json_text, one_line, plain_text
+from ember.model.conversation import Conversation
 
 KEYS = ("custom_id", "method", "url", "body")
 """What a request line has."""
 COLUMNS = ("method", "url", "model")
 """What of a request passes through, as text; `model` is the body's."""
-COMPLETIONS = "/v1/completions"
-_CHAT = "chat models are not supported yet"
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+_ASKS = {COMPLETIONS: "prompt", CHAT: "messages"}
+"""The key of a body that each URL answers."""
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "stop", "seed", "n"),
     *("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos"),
 )
-_ACCEPTED = frozenset({"model", "prompt", "user", "metadata", "store", "max_completion_tokens", *_SAMPLING})
+_ACCEPTED = frozenset({"model", "prompt", "messages", "user", "metadata", "store", "max_completion_tokens", *_SAMPLING})
 """Keys of a body that are honoured, or that change no completion."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -36,6 +39,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "stream": (False,),
     "tools": ([],),
+    "tool_choice": ("none",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
 }
 """Values that ask for nothing; null never does."""
 
@@ -58,11 +64,11 @@ def request_columns(values: dict[str, Any]) -> dict[str, Any]:
     return {**others, "model": body.get("model") if isinstance(body, dict) else None}
 
 
-def request_prompt(values: dict[str, Any]) -> str | list[int]:
+def request_prompt(values: dict[str, Any]) -> str | list[int] | Conversation:
     """The prompt of a line.
 
     Raises:
-        RowError: it is no request for completions, has no `custom_id`, or no prompt.
+        RowError: it is no request for completions, has no `custom_id`, or no prompt or messages.
     """
     custom_id = values.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
@@ -70,14 +76,17 @@ def request_prompt(values: dict[str, Any]) -> str | list[int]:
     if "model" in values:
         raise RowError("model belongs into body")
     body = _body(values)
-    if "messages" in body or values.get("url") == "/v1/chat/completions":
-        raise RowError(f"body.messages: {_CHAT}")
-    if values.get("url", COMPLETIONS) != COMPLETIONS:
-        raise RowError(f"url is {_shown(values['url'])}; only {COMPLETIONS} is supported")
+    given = {key for key in ("prompt", "messages") if body.get(key) is not None}
+    url = values.get("url", CHAT if "messages" in given else COMPLETIONS)
+    if url not in (COMPLETIONS, CHAT):
+        raise RowError(f"url is {_shown(url)}; only {COMPLETIONS} and {CHAT} are supported")
     if values.get("method", "POST") != "POST":
         raise RowError(f"method is {_shown(values['method'])}, not POST")
-    if "prompt" not in body:
-        raise RowError("body.prompt is missing")
+    for key in ("prompt", "messages"):
+        if (key in given) != (key == _ASKS[url]):
+            raise RowError(f"body.{key} is missing" if key == _ASKS[url] else f"body.{key} does not belong to {url}")
+    if url == CHAT:
+        return checked_messages(body["messages"], "body.messages")
     prompt = body["prompt"]
     if isinstance(prompt, list) and any(isinstance(item, (str, list)) for item in prompt):
         raise RowError("body.prompt is a list of prompts; give each a line of its own")

@@ -1,10 +1,12 @@
-"""What a prompt may be: text that is not empty, or a list of token ids that is not empty."""
+"""What a prompt may be: text that is not empty, a list of token ids that is not empty, or a conversation."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ember.data.text import RowError, is_encodable
+from ember.errors import UserError
+from ember.model.conversation import Conversation
 
 MAX_TOKEN_ID = 2**31 - 1
 """Beyond this a number is no token id of any model, and does not fit the output's columns."""
@@ -39,6 +41,18 @@ def checked_text(text: str, name: str) -> str:
     if not is_encodable(text):
         raise RowError(f"{name} holds a lone surrogate, which is no text")
     return text
+
+
+def checked_messages(value: Any, name: str) -> Conversation:
+    """A conversation, from a list of messages or the JSON text of one.
+
+    Raises:
+        RowError: `name` and what is wrong with it.
+    """
+    try:
+        return Conversation.of(value, name)
+    except UserError as error:
+        raise RowError(str(error)) from None
 
 
 def _checked_token_ids(value: list[Any], name: str) -> list[int]:

@@ -20,17 +20,20 @@ from ember.data.columns import ColumnType, Converter, kept_type, output_names, t
 from ember.data.declared_types import declared_type
 from ember.data.file_kinds import shown_path
 from ember.data.files import resolve_files
-from ember.data.prompt import checked_prompt, checked_text
+from ember.data.prompt import checked_messages, checked_prompt, checked_text
 from ember.data.row_sampling import RowSampling
 from ember.data.sources import JsonlSource, ParquetSource, Record, Source, Wants, open_source
 from ember.data.template import Template
 from ember.data.text import RowError, one_line, plain_text
 from ember.errors import ConfigError
+from ember.model.conversation import Conversation
 
 DEFAULT_ID_COLUMN = "id"
 DEFAULT_SAMPLING_COLUMN = "sampling"
 ORDER_WINDOW = 4096
 """Rows that `order=prefix` holds in memory to sort."""
+DEFAULT_MESSAGES_COLUMN = "messages"
+_MAKE_PROMPTS = ("prompt_column", "messages_column", "template")
 _A = TypeVar("_A")
 _T = TypeVar("_T")
 
@@ -43,7 +46,7 @@ class PromptRow:
         row_index: 0-based number over all files in sorted order; blank lines are not counted.
         where: the row's place, "FILE:LINE" or "FILE row N" (N is 0-based within that Parquet file).
         id: the id column as text, None where it is missing or null.
-        prompt: text (a template is rendered already) or token ids; None with an error.
+        prompt: text (a template is rendered already), token ids or a conversation; None with an error.
         sampling: the row's own sampling settings, raw, for `SamplingParams.override`; empty with an error.
         columns: the values that pass through, by output name, in the schema's types. Every name is there; what is
             missing or can't be read is None. A Parquet value that Python can't hold exactly (nanoseconds, years past
@@ -55,7 +58,7 @@ class PromptRow:
     row_index: int
     where: str
     id: str | None
-    prompt: str | list[int] | None
+    prompt: str | list[int] | Conversation | None
     sampling: dict[str, Any]
     columns: dict[str, Any]
     error: str | None
@@ -148,7 +151,26 @@ class PromptReader:
             return PromptRow(row_index, record.where, row_id, None, {}, columns, causes[0])
         return PromptRow(row_index, record.where, row_id, prompt, sampling or {}, columns, None)
 
-    def _prompt(self, values: dict[str, Any]) -> str | list[int]:
+    def _prompt(self, values: dict[str, Any]) -> str | list[int] | Conversation:
+        column = self._messages_column(values)
+        if column is not None:
+            return checked_messages(values.get(column), one_line(column, 60)).with_system(self._config.system)
+        prompt = self._plain_prompt(values)
+        if not self._config.chat:
+            return prompt
+        if not isinstance(prompt, str):
+            raise RowError(f"{one_line(self._config.prompt_column, 60)} is token ids; chat=true needs text")
+        return Conversation.of_prompt(prompt).with_system(self._config.system)
+
+    def _messages_column(self, values: dict[str, Any]) -> str | None:
+        """The column with the row's conversation; None if its prompt is something else."""
+        config = self._config
+        if config.messages_column is not None or self._template is not None:
+            return config.messages_column
+        has_prompt = values.get(config.prompt_column) is not None
+        return None if has_prompt or values.get(DEFAULT_MESSAGES_COLUMN) is None else DEFAULT_MESSAGES_COLUMN
+
+    def _plain_prompt(self, values: dict[str, Any]) -> str | list[int]:
         name = self._config.prompt_column
         if self._template is not None:
             return checked_text(self._template.render(values), "the rendered template")
@@ -202,6 +224,8 @@ class PromptReader:
             self.warnings.append("data: the files hold no rows")
         if openai_batch.looks_like(self._found) and self._config.prompt_column not in self._found:
             self.warnings.append("data: these look like request lines of OpenAI's Batch API; set format=openai_batch")
+        if config.system is not None and not self._has_chat():
+            raise ConfigError("system", one_line(config.system, 60), "needs chat=true, or rows with messages")
         for setting, name in self._named_columns():
             if name in self._found:
                 continue
@@ -209,7 +233,7 @@ class PromptReader:
             if only_parquet or (setting == "id_column" and self.num_rows):
                 raise ConfigError(setting, one_line(name, 60), f"{what}; name one of those")
             if self.num_rows:
-                effect = "; every row is an error row" if setting in ("prompt_column", "template") else ""
+                effect = "; every row is an error row" if setting in _MAKE_PROMPTS else ""
                 self.warnings.append(f"{setting}={one_line(name, 60)}: {what}{effect}")
         if self._template is not None and not self._template.names:
             self.warnings.append(
@@ -219,8 +243,11 @@ class PromptReader:
     def _named_columns(self) -> Iterator[tuple[str, str]]:
         """(setting, column) for each column that must be there; the defaults of id and sampling need not."""
         config = self._config
-        if self._template is None:
-            yield "prompt_column", config.prompt_column
+        if config.messages_column is not None:
+            yield "messages_column", config.messages_column
+        elif self._template is None:
+            if DEFAULT_MESSAGES_COLUMN not in self._found:
+                yield "prompt_column", config.prompt_column
         else:
             yield from (("template", name) for name in self._template.names)
         if config.id_column != DEFAULT_ID_COLUMN:
@@ -229,12 +256,19 @@ class PromptReader:
             yield "sampling_column", config.sampling_column
         yield from ((f"sampling_columns.{key}", name) for key, name in config.sampling_columns.items())
 
+    def _has_chat(self) -> bool:
+        """Whether any row can be a conversation."""
+        config = self._config
+        in_rows = self._template is None and DEFAULT_MESSAGES_COLUMN in self._found
+        return config.chat or config.messages_column is not None or in_rows
+
     def _consumed(self) -> set[str]:
         """Input columns that the output has in another form."""
         if self._is_batch:
             return {"custom_id", "body"}
-        consumed = {self._config.id_column}
-        return consumed if self._template is not None else consumed | {self._config.prompt_column}
+        config = self._config
+        passes = self._template is not None or config.chat or config.messages_column is not None
+        return {config.id_column} if passes else {config.id_column, config.prompt_column}
 
     def _passing(self) -> list[str]:
         """Input columns that pass through, as they were found."""

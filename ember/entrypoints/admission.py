@@ -6,7 +6,14 @@ from typing import Any
 
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError, RequestError, UserError
+from ember.model.chat_template import ChatPrompt
+from ember.model.conversation import Conversation
 from ember.sampling_params import SamplingParams
+
+NO_TEMPLATE = (
+    "has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); use an instruct model, or "
+    "give one: chat_template=FILE"
+)
 
 
 class Admission:
@@ -32,6 +39,19 @@ class Admission:
         if not ids:
             raise RequestError("empty_prompt", "the prompt is empty: there is nothing to condition on")
         return ids
+
+    def chat_prompt(self, conversation: Conversation) -> ChatPrompt:
+        """The prompt that the model's chat template makes of a conversation.
+
+        Raises:
+            RequestError: the model has no template (`no_chat_template`), or the template fails (`chat_template`).
+        """
+        if self._plan.chat is None:
+            raise RequestError("no_chat_template", f"{self._plan.folder.name} {NO_TEMPLATE}")
+        try:
+            return self._plan.chat.render(conversation)
+        except UserError as error:
+            raise RequestError("chat_template", str(error)) from None
 
     def room(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """Most output tokens: `max_tokens` within what `max_model_len` leaves.

@@ -28,13 +28,14 @@ from ember.entrypoints.admission import Admission
 from ember.entrypoints.live_request import LiveRequest
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
+from ember.model.conversation import Conversation
 from ember.model.network import make_network
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
 from ember.sampling_params import SamplingParams
 from ember.threads import use_threads
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Conversation
 
 
 class LLM:
@@ -117,6 +118,29 @@ class LLM:
             self.abort_all()
         return [results[index] for index in range(len(asked))]
 
+    def chat(
+        self,
+        conversations: Seq[dict[str, Any]] | Seq[Seq[dict[str, Any]]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations; each is a prompt that the model's chat template makes.
+
+        One that ends with a message of the assistant's is continued there.
+
+        Args:
+            conversations: one list of messages (`{"role": ..., "content": ...}`), or a list of such lists.
+            sampling_params: as in `generate`.
+
+        Returns:
+            As `generate`; `prompt` is the rendered text.
+
+        Raises:
+            UserError: messages of another shape, or as `generate`.
+        """
+        single = not conversations or isinstance(conversations[0], dict)
+        given: Seq[Any] = [conversations] if single else conversations
+        return self.generate([Conversation.of(messages) for messages in given], sampling_params)
+
     def add(
         self,
         request_id: int,
@@ -139,11 +163,14 @@ class LLM:
             None, or at once the result of a request with nothing to compute: an error, or `max_tokens=0`.
         """
         seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
-        text = prompt if isinstance(prompt, str) else None
+        text, is_chat = prompt if isinstance(prompt, str) else None, isinstance(prompt, Conversation)
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed, num_samples=params.n)
         samples = [i for i in range(params.n) if i not in samples_done]
         admission = Admission(self.plan)
         try:
+            if isinstance(prompt, Conversation):
+                chat = admission.chat_prompt(prompt)
+                result.prompt, prompt = chat.text, chat.token_ids
             result.prompt_token_ids = admission.token_ids(prompt, allow_special_tokens=allow_special_tokens)
             room = admission.room(len(result.prompt_token_ids), params)
         except RequestError as error:
@@ -154,7 +181,7 @@ class LLM:
         live = self._live[request_id] = LiveRequest(result, together)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
-            stop_ids = stop_ids.union(self.plan.network.eos_token_ids)
+            stop_ids = stop_ids.union(self.plan.eos_token_ids(is_chat=is_chat))
         leader, *children = (
             Sequence(
                 next(self._ids), list(result.prompt_token_ids), params, seed, room, i, request_id, stop_ids=stop_ids

@@ -12,6 +12,7 @@ from ember.config import EngineConfig
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.errors import ConfigError, UserError
+from ember.model.chat_template import ChatTemplate
 from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
@@ -24,7 +25,8 @@ from ember.threads import check_threads
 class EnginePlan:
     """A resolved EngineConfig: what a dry run shows and what an LLM is built from.
 
-    `why_not_exact` says why the bits of logits may follow the batch; it is None where they never do.
+    `why_not_exact` says why the bits of logits may follow the batch; it is None where they never do. `chat` is None for
+    a model without a chat template.
     """
 
     config: EngineConfig
@@ -38,6 +40,7 @@ class EnginePlan:
     kv_shape: KVShape
     num_blocks: int
     why_not_exact: str | None
+    chat: ChatTemplate | None = None
 
     @staticmethod
     def resolve(config: EngineConfig) -> EnginePlan:
@@ -51,6 +54,7 @@ class EnginePlan:
         with folder.blamed():
             network = network_config(folder.path)
             tokenizer = _tokenizer(folder, network)
+            chat = _chat(folder, tokenizer, config)
         device = resolve_device(config.device)
         dtype = resolve_dtype(config.dtype, device)
         if config.weights != "auto":
@@ -88,6 +92,7 @@ class EnginePlan:
             kv_shape=shape,
             num_blocks=num_blocks,
             why_not_exact=inexact,
+            chat=chat,
         )
 
     def check_stop_ids(self, params: SamplingParams) -> None:
@@ -99,6 +104,11 @@ class EnginePlan:
         last = self.network.vocab_size - 1
         if unknown := [token for token in params.stop_token_ids if token > last]:
             raise ConfigError("stop_token_ids", unknown, f"the model's vocabulary ends at {last}")
+
+    def eos_token_ids(self, *, is_chat: bool) -> frozenset[int]:
+        """The tokens that end an output; an answer also ends with the tokenizer's own EOS."""
+        ids = frozenset(self.network.eos_token_ids)
+        return ids | self.chat.stop_ids if is_chat and self.chat is not None else ids
 
     @property
     def dtype_name(self) -> str:
@@ -125,6 +135,11 @@ def _tokenizer(folder: ModelFolder, network: NetworkConfig) -> Tokenizer:
             "vocab.json and merges.txt belong to another model, or are missing"
         )
     return tokenizer
+
+
+def _chat(folder: ModelFolder, tokenizer: Tokenizer, config: EngineConfig) -> ChatTemplate | None:
+    kwargs, now = config.chat_template_kwargs, config.chat_date
+    return ChatTemplate.of_folder(folder.path, tokenizer, file=config.chat_template, kwargs=kwargs, now=now)
 
 
 def _max_model_len(asked: int | None, max_position: int) -> int:

@@ -24,10 +24,11 @@ class ChatProcess:
     Args:
         source: the template.
         now: the ISO date that it may be told, or None.
+        cpu_seconds: the most that rendering one conversation may compute.
     """
 
-    def __init__(self, source: str, now: str | None) -> None:
-        self._setup = {"source": source, "now": now}
+    def __init__(self, source: str, now: str | None, *, cpu_seconds: float = 10.0) -> None:
+        self._setup = {"source": source, "now": now, "cpu_seconds": cpu_seconds}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._pid = 0

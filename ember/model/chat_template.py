@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ember.errors import UserError
+from ember.errors import ConfigError, UserError
 from ember.model.chat_process import ChatProcess
 from ember.model.content_marks import NONCHARACTERS, ContentMarks
 from ember.model.conversation import Conversation
 from ember.model.tokenizer import Tokenizer
-from ember.model.tokenizer_settings import TokenizerSettings
+from ember.model.tokenizer_settings import TokenizerSettings, template_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,21 @@ class ChatTemplate:
         self._process = ChatProcess(source, now)
         eos = tokenizer.special.get(settings.named.get("eos_token", ""))
         self.stop_ids = frozenset() if eos is None else frozenset([eos])
+
+    @staticmethod
+    def of_folder(
+        folder: Path, tokenizer: Tokenizer, *, file: str | None, kwargs: Mapping[str, Any], now: str | None
+    ) -> ChatTemplate | None:
+        """The template of a model folder, or of a `file`, which wins; None if there is none.
+
+        Raises:
+            UserError: a file can't be read, or is missing.
+        """
+        settings = TokenizerSettings.from_folder(folder)
+        source = settings.chat_template if file is None else template_file(Path(file).expanduser())
+        if file is not None and source is None:
+            raise ConfigError("chat_template", file, "no such file; must be a file with a Jinja chat template")
+        return None if source is None else ChatTemplate(source, tokenizer, settings, kwargs=kwargs, now=now)
 
     def render(self, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation.

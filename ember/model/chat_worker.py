@@ -3,8 +3,9 @@
 A template is a stranger's program. Jinja's sandbox keeps it from the machine, and this process keeps it from taking all
 of the machine's time and memory: no loop or string that it makes outlives the limits below. Needs only jinja2.
 
-The first line is `{"source": ..., "now": ISO date or null}`, each further one the template's variables; every line is
-answered with `{"text": ...}` or `{"error": ...}`. A template that runs out of time ends the process.
+The first line is `{"source": ..., "now": ISO date or null, "cpu_seconds": most for one line}`, each further one the
+template's variables; every line is answered with `{"text": ...}` or `{"error": ...}`. A template that runs out of time
+ends the process.
 
 Variables, filters and functions are those of transformers' `apply_chat_template`, except that `strftime_now` is only
 there with a date, and tells only that: a prompt must not depend on the day on which it is made.
@@ -25,7 +26,6 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CPU_SECONDS = 10.0
 MEMORY_BYTES = 1 << 30
 MOST_CHARS = 16 << 20
 
@@ -81,15 +81,15 @@ def main() -> None:
         template.append(compile_template(setup["source"], setup["now"]))
         return ""
 
-    _answer(start)
+    _answer(start, setup["cpu_seconds"])
     for line in sys.stdin:
         variables = json.loads(line)
-        _answer(lambda variables=variables: render(template[0], variables))  # type: ignore[misc]
+        _answer(lambda variables=variables: render(template[0], variables), setup["cpu_seconds"])  # type: ignore[misc]
 
 
-def _answer(work: Callable[[], str]) -> None:
+def _answer(work: Callable[[], str], seconds: float) -> None:
     """Do a piece of work within the time that it may take, and say what came of it."""
-    _set_clock(CPU_SECONDS)
+    _set_clock(seconds)
     try:
         reply = {"text": work()}
     except Exception as error:

@@ -52,7 +52,7 @@ class TokenizerSettings:
             extra=tuple(filter(None, map(_token_text, extra))),
             add_bos=_flag(data, "add_bos_token", path),
             add_eos=_flag(data, "add_eos_token", path),
-            chat_template=_template_file(folder / "chat_template.jinja") or _template(data.get("chat_template"), path),
+            chat_template=template_file(folder / "chat_template.jinja") or _template(data.get("chat_template"), path),
             added=_added(data.get("added_tokens_decoder"), path),
         )
 
@@ -74,7 +74,12 @@ def _flag(data: Mapping[str, Any], key: str, path: Path) -> bool | None:
     return value
 
 
-def _template_file(path: Path) -> str | None:
+def template_file(path: Path) -> str | None:
+    """The Jinja source in a file; None if there is none.
+
+    Raises:
+        UserError: it can't be read.
+    """
     if not path.exists():
         return None
     try:

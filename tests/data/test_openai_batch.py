@@ -95,11 +95,13 @@ def test_defaults_ask_for_nothing(tmp_path, key, value):
         ({"custom_id": None}, "custom_id is missing"),
         ({"custom_id": 7}, "custom_id must be text"),
         ({"url": "/v1/embeddings"}, "url is /v1/embeddings"),
-        ({"url": "/v1/chat/completions"}, "chat models are not supported yet"),
+        ({"url": "/v1/chat/completions"}, "body.prompt does not belong to /v1/chat/completions"),
+        ({"url": "/v1/chat/completions", "body": {"model": "m"}}, "body.messages is missing"),
+        ({"url": "/v1/chat/completions", "body": {"messages": []}}, "body.messages is an empty list"),
         ({"method": "GET"}, "method is GET"),
         ({"body": None}, "body is missing"),
         ({"body": "x"}, "body is not an object"),
-        ({"body": {"messages": [{"role": "user", "content": "x"}]}}, "chat models are not supported yet"),
+        ({"body": {"messages": [{"role": "user", "content": "x"}]}}, "body.prompt is missing"),
         ({"body": {"model": "m"}}, "body.prompt is missing"),
         ({"body": {"prompt": ["a", "b"]}}, "list of prompts"),
         ({"body": {"prompt": ""}}, "body.prompt is empty"),
@@ -113,6 +115,18 @@ def test_each_bad_line_is_one_error_row(tmp_path, line, what):
     row = one(tmp_path, line=line)
     assert row.prompt is None and what in row.error and row.error.isprintable()
     assert row.id == {"custom_id": "r1", **line}["custom_id"] if line.get("custom_id", "") != 7 else row.id == "7"
+
+
+def test_chat_requests_are_conversations(tmp_path):
+    """Requests for chat completions, which most batch files hold, were error rows."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+    ]
+    body = {"model": "m", "messages": messages, "max_completion_tokens": 3, "response_format": {"type": "text"}}
+    _, rows = read(write(tmp_path / "a.jsonl", {**LINE, "url": "/v1/chat/completions", "body": body}))
+    assert rows[0].error is None and rows[0].sampling == {"max_tokens": 3}
+    assert [(m["role"], m["content"]) for m in rows[0].prompt.messages] == [("system", "Be brief."), ("user", "Hi")]
 
 
 def test_broken_lines_and_other_keys(tmp_path):
@@ -138,7 +152,16 @@ def test_the_format_is_suggested_and_checked(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "config", [{"template": "{x}"}, {"prompt_column": "p"}, {"id_column": "i"}, {"sampling_columns": {"seed": "s"}}]
+    "config",
+    [
+        {"template": "{x}"},
+        {"prompt_column": "p"},
+        {"id_column": "i"},
+        {"sampling_columns": {"seed": "s"}},
+        {"chat": True},
+        {"system": "s"},
+        {"messages_column": "m"},
+    ],
 )
 def test_settings_of_other_formats_are_refused(config):
     """A template was silently not used."""
