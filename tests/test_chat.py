@@ -46,7 +46,7 @@ def test_a_prompt_as_a_user_message(tmp_path: Path, folder: Path) -> None:
     summary, rows = job(folder, data, tmp_path / "out", chat=True, system="Be\\nbrief.")
     assert rows[0]["prompt"] == "<|endoftext|>system: Be\nbrief.\n<|endoftext|>user: Call me\n<|endoftext|>assistant:"
     assert rows[0]["prompt_token_ids"].count(rows[0]["prompt_token_ids"][0]) == 3
-    assert rows[0]["num_output_tokens"] == 3 and rows[0]["input_prompt"] == "Call me"
+    assert rows[0]["num_output_tokens"] == 3 and json.loads(rows[0]["input_prompt"]) == "Call me"
     assert "token ids; chat=true needs text" in rows[1]["error"]
     assert summary.exit_code == 3
 
@@ -132,7 +132,7 @@ def test_openai_batch_of_chats_in_and_out(tmp_path: Path, folder: Path) -> None:
     answer = json.loads(next((output / "completions").iterdir()).read_text())
     body = answer["response"]["body"]
     assert (answer["custom_id"], body["object"]) == ("r", "chat.completion")
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": answer["ember"]["completion"]}
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": answer["ember"][0]["completion"]}
 
 
 def test_another_template_is_another_job(tmp_path: Path, folder: Path) -> None:

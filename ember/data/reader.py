@@ -314,8 +314,10 @@ def by_prefix(rows: Iterator[PromptRow]) -> Iterator[PromptRow]:
         yield from sorted(window, key=_prefix_key)
 
 
-def _prefix_key(row: PromptRow) -> tuple[bool, str | list[int]]:
-    return (isinstance(row.prompt, list), row.prompt or "" if not isinstance(row.prompt, list) else row.prompt)
+def _prefix_key(row: PromptRow) -> tuple[int, str | list[int]]:
+    if isinstance(row.prompt, list):
+        return 2, row.prompt
+    return (1, row.prompt.text) if isinstance(row.prompt, Conversation) else (0, row.prompt or "")
 
 
 def _attempt(causes: list[str], part: Callable[[_A], _T], argument: _A) -> _T | None:

@@ -13,6 +13,7 @@ from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.errors import ConfigError, UserError
 from ember.model.chat_template import ChatTemplate
+from ember.model.gpt2_config import GPT2Config
 from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
@@ -128,7 +129,7 @@ class EnginePlan:
 
 
 def _tokenizer(folder: ModelFolder, network: NetworkConfig) -> Tokenizer:
-    tokenizer = load_tokenizer(folder.path)
+    tokenizer = load_tokenizer(folder.path, gpt2s_by_default=isinstance(network, GPT2Config))
     if tokenizer.vocab_size > network.vocab_size:
         raise UserError(
             f"the tokenizer has {tokenizer.vocab_size} tokens but the network only {network.vocab_size}; the folder's "

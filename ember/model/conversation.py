@@ -60,6 +60,11 @@ class Conversation:
         return Conversation(({"role": "system", "content": text}, *self.messages))
 
     @property
+    def text(self) -> str:
+        """Roles and contents, one after the other."""
+        return "\n".join(f"{m['role']}\n{m['content'] or ''}" for m in self.messages)
+
+    @property
     def continues(self) -> bool:
         """Whether the last message is the assistant's: the completion then goes on with it."""
         return bool(self.messages[-1]["role"] == "assistant")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ember.errors import UserError
 from ember.model.byte_pairs import BytePairTokenizer
 from ember.model.json_file import read_json_object
 from ember.model.library_tokenizer import LibraryTokenizer
@@ -12,8 +13,8 @@ from ember.model.tokenizer_settings import TokenizerSettings
 from ember.model.vocabulary import Vocabulary, is_plain
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer of a model folder; GPT-2's own if it brings none.
+def load_tokenizer(folder: Path, *, gpt2s_by_default: bool = True) -> Tokenizer:
+    """The tokenizer of a model folder; GPT-2's own if it brings none, and that is allowed.
 
     What is GPT-2's plain byte-level BPE runs on tiktoken, whatever files it comes in; any other tokenizer.json on the
     `tokenizers` library.
@@ -27,4 +28,6 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         settings = folder / "tokenizer_config.json"
         if not is_plain(data, read_json_object(settings) if settings.exists() else {}):
             return LibraryTokenizer(data, TokenizerSettings.from_folder(folder), str(path))
+    if not gpt2s_by_default and not (folder / "vocab.json").exists():
+        raise UserError(f"{folder}: has no tokenizer.json; a model of this kind needs one")
     return BytePairTokenizer(Vocabulary.from_folder(folder))
