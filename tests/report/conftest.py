@@ -23,13 +23,7 @@ def make_job(folder: Path, *, rows: int = 10, max_tokens: int = 12, bad: bool = 
         lines[2:2] = [{"prompt": ""}, {"prompt": "word " * 600, "id": "long"}]
     data = folder / "rows.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    chosen = {
-        "block_size": 4,
-        "pool_size": "16",
-        "max_model_len": 64,
-        "max_num_seqs": 6,
-        "prefix_cache": False,
-    } | settings
+    chosen = {"block_size": 4, "pool_size": "16", "max_model_len": 64, "max_num_seqs": 6} | settings
     config = JobConfig(
         data=str(data),
         output=str(folder / "out"),
