@@ -72,3 +72,28 @@ def boolean(key: str, value: Any) -> None:
     """
     if not isinstance(value, bool):
         raise ConfigError(key, value, "must be true or false")
+
+
+def text_list(key: str, value: Any, allowed: str) -> list[str]:
+    """`value` as a list of texts, none empty; null is an empty list.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    strings = [] if value is None else value
+    if not isinstance(strings, (list, tuple)) or not all(isinstance(s, str) and s for s in strings):
+        raise ConfigError(key, value, allowed)
+    return list(strings)
+
+
+def token_ids(key: str, value: Any) -> list[int]:
+    """`value` as a list of token ids; null is an empty list.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(key, value, "must be a list of token ids")
+    return [whole(key, token, "must be a list of token ids (whole numbers >= 0)") for token in value]

@@ -200,7 +200,9 @@ class JobConfig(EngineConfig):
             self.template = unescape(self.template)
         if self.system is not None:
             self.system = unescape(self.system)
-        self.sampling.stop = [unescape(s) for s in self.sampling.stop]
+        for key in ("stop", "bad_words", "choice"):
+            texts = getattr(self.sampling, key)
+            setattr(self.sampling, key, None if texts is None else [unescape(text) for text in texts])
         _whole_numbers(self, _JOB_NUMBERS)
         for key in (*_TEXTS, *_CHAT_TEXTS):
             if getattr(self, key) == "":

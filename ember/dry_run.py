@@ -78,7 +78,7 @@ def _describe(row: PromptRow, config: JobConfig, plan: EnginePlan) -> str:
             shown, prompt = _shown(chat.text), chat.token_ids
         else:
             shown, prompt = _shown(row.prompt), row.prompt
-        ids = admission.token_ids(prompt, allow_special_tokens=config.allow_special_tokens)
+        ids = admission.token_ids(prompt, params, allow_special_tokens=config.allow_special_tokens)
         room = admission.room(len(ids), params)
     except RequestError as error:
         effect = "would end the job (on_error=stop)" if config.on_error == "stop" else "would be an error row"

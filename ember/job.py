@@ -87,7 +87,7 @@ def _run(config: JobConfig) -> JobSummary:
 def _plan(config: JobConfig) -> EnginePlan:
     plan = EnginePlan.resolve(config)
     try:
-        plan.check_stop_ids(config.sampling)
+        plan.check_sampling(config.sampling)
     except ConfigError as error:
         raise error.under("sampling") from None
     _check_chat(config, plan)

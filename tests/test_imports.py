@@ -21,12 +21,14 @@ LEVELS = {
     "ember.threads": 0,
     "ember.kernel_cache": 0,
     "ember.checks": 1,
+    "ember.output_form": 1,
     "ember.sampling_params": 1,
     "ember.config": 2,
     "ember.cache": 3,
     "ember.model": 3,
     "ember.attention": 3,
     "ember.core": 4,
+    "ember.sampling": 4,
     "ember.core.scheduler": 5,
     "ember.core.model_runner": 5,
     "ember.core.sampler": 5,
@@ -50,11 +52,11 @@ LEVELS = {
 HELPS_THE_JOB = 8
 """The level of any other module right under ember: what the job is made of."""
 WITHIN_A_LEVEL = {("ember.core.scheduler", "ember.core.model_runner"), ("ember.core.scheduler", "ember.core.sampler")}
-PURE = ("ember.core", "ember.cache", "ember.attention", "ember.model")
+PURE = ("ember.core", "ember.sampling", "ember.cache", "ember.attention", "ember.model")
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
 CORE = ["core/*.py", "cache/*.py", "attention/base.py", "attention/reference.py", "attention/batched.py"]
 CORE += ["model/gpt2.py", "model/weights.py"]
-CORE_LINES = 1900
+CORE_LINES = 1985
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -14,16 +14,16 @@ from typing import Protocol
 import torch
 
 from ember.core.batch import ScheduledSequence, SchedulerOutput, StepOutput, TokenEvent
-from ember.core.sampler import Sampler
+from ember.core.sampler import Sampler, SamplerOutput
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.core.stats import StepStats
 from ember.errors import RequestError
+from ember.sampling.logprobs import token_logprobs
 
 OnToken = Callable[[int, int], str | None]
 """Told of (request_id, token_id); a string it returns is the stop string that ends the request."""
 
-Drawn = list[int | RequestError]
 Failures = dict[Sequence, RequestError]
 
 
@@ -58,7 +58,7 @@ class Engine:
     def add(self, sequence: Sequence) -> None:
         """Put a request in line, with its children: other samples of the same prompt.
 
-        It must fit: 0 < prompt < max_model_len, 0 < max_tokens within the rest.
+        It must fit: 0 < prompt <= max_model_len, max_tokens within the rest.
         """
         for member in sequence.family:
             member.arrival_s = perf_counter()
@@ -90,7 +90,10 @@ class Engine:
         out = StepOutput([], [], stats)
         for sequence, error in failed.items():
             self._take(sequence, error, out, on_token)
-        self._draw(logits, [s for s in plan.scheduled if s.sequence not in failed], out, on_token)
+        computed_ones = [s for s in plan.scheduled if s.sequence not in failed]
+        for sequence in _score(logits, computed_ones):
+            self._take(sequence, None, out, on_token)
+        self._draw(logits, computed_ones, out, on_token)
         self.scheduler.settle(plan.scheduled)
         stats.num_accepted_tokens = sum(s.num_accepted for s in plan.scheduled)
         stats.num_finished = len(out.finished)
@@ -117,19 +120,24 @@ class Engine:
         halves = [logits for logits, _ in (first, second) if len(logits)]
         return torch.cat(halves) if halves else torch.empty(0), first[1] | second[1]
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> Drawn:
+    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
         """One token or error a sequence. If sampling the batch fails, each row is tried alone, to lose only its own."""
         try:
-            return self.sampler.sample(logits, sequences)
+            out = self.sampler.sample(logits, sequences)
         except Exception:
             logging.getLogger(__name__).warning("sampling a batch failed; trying row by row", exc_info=True)
-        return [self._sample_alone(logits[i : i + 1], s) for i, s in enumerate(sequences)]
+            alone = [self._sample_alone(logits[i : i + 1], s) for i, s in enumerate(sequences)]
+            logprobs = {i: entry for i, one in enumerate(alone) for entry in one.logprobs.values()}
+            out = SamplerOutput([token for one in alone for token in one.tokens], logprobs)
+        for i, entry in out.logprobs.items():
+            sequences[i].logprobs.append(entry)
+        return out.tokens
 
-    def _sample_alone(self, logits: torch.Tensor, sequence: Sequence) -> int | RequestError:
+    def _sample_alone(self, logits: torch.Tensor, sequence: Sequence) -> SamplerOutput:
         try:
-            return self.sampler.sample(logits, [sequence])[0]
+            return self.sampler.sample(logits, [sequence])
         except Exception as error:
-            return RequestError("sampling_failed", f"{type(error).__name__}: {error}")
+            return SamplerOutput([RequestError("sampling_failed", f"{type(error).__name__}: {error}")])
 
     def _draw(
         self, logits: torch.Tensor, scheduled: list[ScheduledSequence], out: StepOutput, on_token: OnToken | None
@@ -156,11 +164,15 @@ class Engine:
         forked = [ScheduledSequence(s, leader.start, 0, leader.block_table, True, 0) for s in children]
         return [(s, row) for s in (leader, *forked)]
 
-    def _take(self, sequence: Sequence, token: int | RequestError, out: StepOutput, on_token: OnToken | None) -> None:
-        """Append a token, or note an error, and finish the sequence if it has ended."""
+    def _take(
+        self, sequence: Sequence, token: int | RequestError | None, out: StepOutput, on_token: OnToken | None
+    ) -> None:
+        """Append a token, or note an error, and finish the sequence if it has ended; None: it was to be scored only."""
         now = perf_counter()
         if isinstance(token, RequestError):
             sequence.finish_reason, sequence.error = FinishReason.ERROR, token
+        elif token is None:
+            sequence.finish_reason = FinishReason.LENGTH
         else:
             sequence.token_ids.append(token)
             sequence.first_token_s = now if sequence.first_token_s is None else sequence.first_token_s
@@ -202,9 +214,24 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _first_rows(scheduled: list[ScheduledSequence]) -> list[tuple[ScheduledSequence, int]]:
-    """Those that sample, with the row of the step's logits that the next token is drawn from."""
+    """Those that draw a token, with the row of the step's logits that the next one is drawn from."""
     ends = itertools.accumulate(s.num_logits for s in scheduled)
-    return [(s, end - len(s.proposed) - 1) for end, s in zip(ends, scheduled, strict=True) if s.samples]
+    rows = [(s, end - len(s.proposed) - 1) for end, s in zip(ends, scheduled, strict=True) if s.samples]
+    return [(s, row) for s, row in rows if s.sequence.max_tokens > 0]
+
+
+@torch.inference_mode()
+def _score(logits: torch.Tensor, scheduled: list[ScheduledSequence]) -> list[Sequence]:
+    """Take log-probabilities of the prompt tokens that follow those of this step; returns who wants nothing more."""
+    ends = itertools.accumulate(s.num_logits for s in scheduled)
+    for s, row in zip(scheduled, ends, strict=True):
+        sequence, end = s.sequence, s.start + s.num_new_tokens
+        first = sequence.first_unscored(s.start, end)
+        if first < end and sequence.params.prompt_logprobs is not None:
+            tokens = sequence.token_ids[first + 1 : min(end + 1, sequence.num_prompt_tokens)]
+            rows = logits[row - s.num_logits :][: len(tokens)]
+            sequence.prompt_logprobs += token_logprobs(rows, tokens, [sequence.params.prompt_logprobs] * len(tokens))
+    return [s.sequence for s in scheduled if s.samples and s.sequence.max_tokens == 0]
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:

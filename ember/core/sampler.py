@@ -1,12 +1,14 @@
 """Logits to token ids, vectorised over the batch; a row's token depends on that row alone.
 
-Temperature, then top-k, top-p over what is left, then min-p, as in Hugging Face's and vLLM's samplers. The kept
-probabilities are cut at the row's uniform number in order of token id (inverse transform sampling).
+First what changes logits (`ember.sampling.adjust`); then the best token, or temperature, top-k, min-p, and top-p over
+what is left, as in vLLM's sampler. The kept probabilities are cut at the row's uniform number in order of token id
+(inverse transform sampling).
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -14,6 +16,9 @@ import torch
 from ember.core.random_stream import uniform
 from ember.core.sequence import Sequence
 from ember.errors import RequestError
+from ember.sampling.adjust import adjust
+from ember.sampling.logprobs import token_logprobs
+from ember.sampling.token_logprobs import TokenLogprobs
 
 TOP_P_CANDIDATES = 256
 """Likeliest tokens that are sorted first to find where top-p cuts; the rest only where they don't reach it."""
@@ -25,30 +30,63 @@ MAX_TEMPERATURE = 1e30
 """Anything above is as good as uniform, and still a float32."""
 
 
+@dataclass(slots=True)
+class SamplerOutput:
+    """A token or an error a row, and the log-probabilities of those rows, by number, that ask for them."""
+
+    tokens: list[int | RequestError]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+
+
 class Sampler:
-    """Draws one token a sequence."""
+    """Draws the token that follows each sequence."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
-        """Next token of each sequence from logits [R, vocab_size]; an error where a row's logits are not finite."""
+    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> SamplerOutput:
+        """From logits [R, vocab_size]; an error where a row's logits leave nothing to draw."""
         if not sequences:
-            return []
+            return SamplerOutput([])
         if logits.device.type == "mps":  # no float64 there
             logits = logits.cpu()
-        _mask_stop_ids(logits, sequences)
-        best = _argmax(logits)
-        finite = logits.gather(1, best[:, None])[:, 0].isfinite().tolist()
-        tokens: list[int | RequestError] = [
-            token if ok else RequestError("bad_logits", "the network's logits are not finite numbers")
-            for token, ok in zip(best.tolist(), finite, strict=True)
-        ]
-        drawing = [i for i, s in enumerate(sequences) if finite[i] and not s.params.greedy]
-        tile = CPU_TILE if logits.device.type == "cpu" else len(sequences)
-        for begin in range(0, len(drawing), tile):
-            rows = drawing[begin : begin + tile]
-            for i, token in zip(rows, _draw(logits[rows], [sequences[i] for i in rows]), strict=True):
-                tokens[i] = token
-        return tokens
+        adjusting = [i for i, s in enumerate(sequences) if s.adjusts_logits]
+        asking = [i for i, s in enumerate(sequences) if s.num_logprobs is not None]
+        adjusted, failed = adjust(logits, sequences, adjusting) if adjusting else (logits, {})
+        tokens = _choose(adjusted, sequences)
+        for i, error in failed.items():
+            tokens[i] = error
+        return SamplerOutput(tokens, _logprobs(logits, asking, tokens, sequences) if asking else {})
+
+
+def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+    best = _argmax(logits)
+    values = logits.gather(1, best[:, None])[:, 0]
+    finite = values.isfinite().tolist()
+    tokens: list[int | RequestError] = list(best.tolist())
+    for i in [i for i, ok in enumerate(finite) if not ok]:
+        tokens[i] = _nothing_to_draw(float(values[i]), sequences[i])
+    drawing = [i for i, s in enumerate(sequences) if finite[i] and not s.params.greedy]
+    tile = CPU_TILE if logits.device.type == "cpu" else len(sequences)
+    for begin in range(0, len(drawing), tile):
+        rows = drawing[begin : begin + tile]
+        for i, token in zip(rows, _draw(logits[rows], [sequences[i] for i in rows]), strict=True):
+            tokens[i] = token
+    return tokens
+
+
+def _nothing_to_draw(best: float, sequence: Sequence) -> RequestError:
+    if best == -math.inf and sequence.adjusts_logits:
+        return RequestError("no_token_left", "the sampling settings together leave no token that may come next")
+    return RequestError("bad_logits", "the network's logits are not finite numbers")
+
+
+def _logprobs(
+    logits: torch.Tensor, asking: list[int], tokens: list[int | RequestError], sequences: list[Sequence]
+) -> dict[int, TokenLogprobs]:
+    """Of the rows that ask those that got a token."""
+    drawn = [(i, token) for i in asking if not isinstance(token := tokens[i], RequestError)]
+    rows, chosen = [i for i, _ in drawn], [token for _, token in drawn]
+    counts = [count for i in rows if (count := sequences[i].num_logprobs) is not None]
+    return dict(zip(rows, token_logprobs(logits[rows], chosen, counts), strict=True)) if rows else {}
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
@@ -58,21 +96,14 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def _mask_stop_ids(logits: torch.Tensor, sequences: list[Sequence]) -> None:
-    """Before `min_tokens`, what would end the output can't be drawn."""
-    for i, s in enumerate(sequences):
-        if s.stop_ids and s.num_output_tokens < s.params.min_tokens:
-            logits[i, list(s.stop_ids)] = -math.inf
-
-
 def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
-    device = logits.device
-    temperature = torch.tensor([min(s.params.temperature, MAX_TEMPERATURE) for s in sequences], device=device)
+    device, params = logits.device, [s.params for s in sequences]
+    temperature = torch.tensor([min(p.temperature, MAX_TEMPERATURE) for p in params], device=device)
     scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
-    _keep_top_k(scores, [s.params.top_k for s in sequences])
+    _keep_top_k(scores, [p.top_k for p in params])
     weights = scores.softmax(dim=-1)  # row by row: exp over the whole matrix would depend on its height
-    _keep_top_p(weights, [s.params.top_p for s in sequences])
-    _keep_min_p(weights, [s.params.min_p for s in sequences])
+    _keep_min_p(weights, [p.min_p for p in params])
+    _keep_top_p(weights, [p.top_p for p in params])
     uniforms = [uniform(s.seed, s.sample_index, s.num_output_tokens) for s in sequences]
     return _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
 

@@ -153,8 +153,10 @@ class Scheduler:
             if victim is sequence:
                 return
         table = self.blocks.block_table(sequence.request_id)
-        samples = start + num_new_tokens == sequence.num_tokens
-        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples, int(samples), copies=copies))
+        end = start + num_new_tokens
+        samples = end == sequence.num_tokens
+        num_logits = max(int(samples), end - sequence.first_unscored(start, end))
+        out.add(ScheduledSequence(sequence, start, num_new_tokens, table, samples, num_logits, copies=copies))
 
     def _victim(self, sequence: Sequence) -> Sequence:
         """Who gives up its blocks for a sequence: of itself and those after it, whoever loses least; then the youngest.
@@ -181,7 +183,7 @@ class Scheduler:
         aside: list[Sequence] = []
         while self.waiting and len(aside) < self.max_num_seqs and self._may_start(self.waiting[0], out):
             sequence = self.waiting.popleft()
-            hit = self.blocks.lookup(sequence.request_id, sequence.token_ids)
+            hit = self.blocks.lookup(sequence.request_id, sequence.reusable_token_ids)
             if not hit.pending and self._has_room(sequence, hit, out):
                 self._start(sequence, hit, out)
                 continue

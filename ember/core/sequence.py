@@ -7,6 +7,8 @@ from enum import StrEnum
 
 from ember.core.drafting import Drafting
 from ember.errors import RequestError
+from ember.sampling.constraint import TokenConstraint
+from ember.sampling.token_logprobs import TokenLogprobs
 from ember.sampling_params import SamplingParams
 
 
@@ -36,6 +38,10 @@ class Sequence:
     `num_cached_tokens` is what of the prompt was in the pool when it was first admitted. `drafting` is speculation's.
     `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of. `children` are
     other samples of its prompt, which wait to be forked from it when the prompt is computed.
+
+    `max_tokens` 0 is a prompt that is only scored. `logprobs` has an entry an output token unless `num_logprobs` is
+    None, `prompt_logprobs` one for each prompt token that is scored so far; nothing stands before the first one, so
+    its entry is None.
     """
 
     request_id: int
@@ -57,6 +63,12 @@ class Sequence:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     stop_ids: frozenset[int] = frozenset()
+    bad_words: list[list[int]] = field(default_factory=list)
+    constraint: TokenConstraint | None = None
+    adjusts_logits: bool = False
+    num_logprobs: int | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
     drafting: Drafting | None = None
     arrival_s: float = 0.0
     admitted_s: float | None = None
@@ -66,6 +78,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.token_ids)
         self.parent_id = self.request_id if self.parent_id < 0 else self.parent_id
+        self.adjusts_logits = bool(self.bad_words or self.constraint) or self.params.adjusts_logits
+        self.num_logprobs = self.params.logprobs
 
     @property
     def family(self) -> list[Sequence]:
@@ -96,3 +110,25 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         """The output tokens, as a new list."""
         return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the output tokens' log-probabilities; None unless they are kept."""
+        return None if self.num_logprobs is None else sum(entry.logprobs[0] for entry in self.logprobs)
+
+    @property
+    def reusable_token_ids(self) -> list[int]:
+        """The tokens that K/V of others may stand for: all, or up to the one whose logits are still to score the next.
+
+        The last of them is computed in any case.
+        """
+        scored = len(self.prompt_logprobs)
+        waits = self.params.prompt_logprobs is not None and scored < self.num_prompt_tokens
+        return self.token_ids[:scored] if waits else self.token_ids
+
+    def first_unscored(self, start: int, end: int) -> int:
+        """Of tokens `start` to `end` the first whose next one is a prompt token to be scored still; `end` if none."""
+        if self.params.prompt_logprobs is None:
+            return end
+        first = max(start, len(self.prompt_logprobs) - 1)
+        return first if first < min(end, self.num_prompt_tokens - 1) else end

@@ -22,23 +22,24 @@ class Admission:
     def __init__(self, plan: EnginePlan) -> None:
         self._plan = plan
 
-    def token_ids(self, prompt: str | list[int], *, allow_special_tokens: bool = False) -> list[int]:
-        """The prompt's tokens, at least one.
+    def token_ids(
+        self, prompt: str | list[int], params: SamplingParams, *, allow_special_tokens: bool = False
+    ) -> list[int]:
+        """The prompt's tokens, at least one; of a truncated prompt its last ones.
 
         Raises:
             RequestError: it can't run (`bad_prompt`, `empty_prompt`; `prompt_too_long` if that shows without tokens).
         """
+        keep = self._most_kept(params)
         if isinstance(prompt, str):
-            self._check_length(self._plan.tokenizer.min_tokens(prompt), "at least ")
-            try:
-                ids = self._plan.tokenizer.encode(prompt, allow_special_tokens=allow_special_tokens)
-            except UserError as error:
-                raise RequestError("bad_prompt", str(error)) from None
+            if keep is None:
+                self._check_length(self._plan.tokenizer.min_tokens(prompt), params, "at least ")
+            ids = self._encoded(prompt, allow_special_tokens)
         else:
             ids = _checked_ids(prompt, self._plan.network.vocab_size)
         if not ids:
             raise RequestError("empty_prompt", "the prompt is empty: there is nothing to condition on")
-        return ids
+        return ids if keep is None else ids[-keep:]
 
     def chat_prompt(self, conversation: Conversation) -> ChatPrompt:
         """The prompt that the model's chat template makes of a conversation.
@@ -59,21 +60,48 @@ class Admission:
         Raises:
             RequestError: no token fits (`prompt_too_long`), or the parameters don't fit the model (`bad_sampling`).
         """
-        self._check_length(num_prompt_tokens)
+        self._check_length(num_prompt_tokens, params)
         try:
-            self._plan.check_stop_ids(params)
+            self._plan.check_sampling(params)
         except ConfigError as error:
             raise RequestError("bad_sampling", str(error)) from None
         left = self._plan.max_model_len - num_prompt_tokens
         return left if params.max_tokens is None else min(left, params.max_tokens)
 
-    def _check_length(self, num_tokens: int, at_least: str = "") -> None:
-        if num_tokens >= self._plan.max_model_len:
-            raise RequestError(
-                "prompt_too_long",
-                f"the prompt has {at_least}{num_tokens} tokens, which leaves no room for one more within "
-                f"max_model_len={self._plan.max_model_len}",
-            )
+    def bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each bad word, as at the start of a text and as after a space.
+
+        Raises:
+            RequestError: one can't be tokenised (`bad_sampling`).
+        """
+        try:
+            words = [form for word in params.bad_words for form in (word.lstrip(), f" {word.lstrip()}")]
+            return [self._encoded(word) for word in words]
+        except RequestError as error:
+            raise RequestError("bad_sampling", f"bad_words: {error}") from None
+
+    def _encoded(self, text: str, allow_special_tokens: bool = False) -> list[int]:
+        try:
+            return self._plan.tokenizer.encode(text, allow_special_tokens=allow_special_tokens)
+        except UserError as error:
+            raise RequestError("bad_prompt", str(error)) from None
+
+    def _most_kept(self, params: SamplingParams) -> int | None:
+        """How many of a prompt's tokens `truncate_prompt_tokens` keeps; None: all."""
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        wanted = 1 if params.max_tokens is None else params.max_tokens
+        return max(1, self._plan.max_model_len - wanted)
+
+    def _check_length(self, num_tokens: int, params: SamplingParams, at_least: str = "") -> None:
+        """A prompt leaves room for one token, unless none is wanted."""
+        most = self._plan.max_model_len
+        if num_tokens < most or (num_tokens == most and params.max_tokens == 0):
+            return
+        room = "is more than" if params.max_tokens == 0 else "leaves no room for one more within"
+        raise RequestError(
+            "prompt_too_long", f"the prompt has {at_least}{num_tokens} tokens, which {room} max_model_len={most}"
+        )
 
 
 def _checked_ids(prompt: Any, vocab_size: int) -> list[int]:

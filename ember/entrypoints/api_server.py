@@ -114,7 +114,7 @@ class ApiServer:
 
     def _request(self, prompt: Prompt, call: Call) -> Request:
         try:
-            ids = self._admission.token_ids(prompt)
+            ids = self._admission.token_ids(prompt, call.params)
             self._admission.room(len(ids), call.params)
         except RequestError as error:
             raise refused(error, "prompt") from None

@@ -171,11 +171,12 @@ class LLM:
             if isinstance(prompt, Conversation):
                 chat = admission.chat_prompt(prompt)
                 result.prompt, prompt = chat.text, chat.token_ids
-            result.prompt_token_ids = admission.token_ids(prompt, allow_special_tokens=allow_special_tokens)
+            result.prompt_token_ids = admission.token_ids(prompt, params, allow_special_tokens=allow_special_tokens)
             room = admission.room(len(result.prompt_token_ids), params)
+            bad_words = admission.bad_words(params)
         except RequestError as error:
             return result.with_error(error, samples)
-        if room == 0:
+        if room == 0 and params.prompt_logprobs is None:
             result.outputs = [CompletionOutput(i, finish_reason=FinishReason.LENGTH) for i in samples]
             return result
         live = self._live[request_id] = LiveRequest(result, together)
@@ -184,13 +185,22 @@ class LLM:
             stop_ids = stop_ids.union(self.plan.eos_token_ids(is_chat=is_chat))
         leader, *children = (
             Sequence(
-                next(self._ids), list(result.prompt_token_ids), params, seed, room, i, request_id, stop_ids=stop_ids
+                next(self._ids),
+                list(result.prompt_token_ids),
+                params,
+                seed,
+                room,
+                i,
+                request_id,
+                stop_ids=stop_ids,
+                bad_words=bad_words,
             )
             for i in samples
         )
         leader.children = children
         for sequence in leader.family:
             live.sequence_ids[sequence.sample_index] = sequence.request_id
+            sequence.prompt_logprobs = leader.prompt_logprobs
             self._outputs.add(sequence)
         self.engine.add(leader)
         return None

@@ -96,15 +96,19 @@ class EnginePlan:
             chat=chat,
         )
 
-    def check_stop_ids(self, params: SamplingParams) -> None:
-        """Nothing, if the model has all tokens that end the output.
+    def check_sampling(self, params: SamplingParams) -> None:
+        """Nothing, if the model has all tokens that the parameters name or ask for.
 
         Raises:
             ConfigError: it lacks some.
         """
-        last = self.network.vocab_size - 1
-        if unknown := [token for token in params.stop_token_ids if token > last]:
-            raise ConfigError("stop_token_ids", unknown, f"the model's vocabulary ends at {last}")
+        size = self.network.vocab_size
+        for key in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if unknown := [token for token in getattr(params, key) or () if token >= size]:
+                raise ConfigError(key, unknown, f"the model's vocabulary ends at {size - 1}")
+        for key in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, key) or 0) > size:
+                raise ConfigError(key, getattr(params, key), f"the model's vocabulary has {size} tokens (-1: all)")
 
     def eos_token_ids(self, *, is_chat: bool) -> frozenset[int]:
         """The tokens that end an output; an answer also ends with the tokenizer's own EOS."""

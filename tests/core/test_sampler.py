@@ -30,17 +30,18 @@ def row(seed=0, num_output=0, sample_index=0, **params):
 
 def draw(logits, sequences):
     """Sample; the caller's logits stay as they are."""
-    return Sampler().sample(torch.as_tensor(logits, dtype=torch.float32).clone(), sequences)
+    logits = torch.as_tensor(logits, dtype=torch.float32)
+    return Sampler().sample(logits, sequences).tokens
 
 
 def kept_weights(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """Weight of each token, 0 where dropped: temperature, then top-k, top-p over what is left, then min-p."""
+    """Weight of each token, 0 where dropped: temperature, then top-k, min-p, and top-p over what is left."""
     best = max(logits)
     scores = [(x - best) / temperature for x in logits]
     if 0 < top_k < len(logits):
         kth = sorted(scores, reverse=True)[top_k - 1]
         scores = [s if s >= kth else -INF for s in scores]
-    weights = [math.exp(s) for s in scores]
+    weights = [w if w >= min_p else 0.0 for w in map(math.exp, scores)]
     if top_p < 1.0:
         goal, reached = top_p * sum(weights), 0.0
         for floor in sorted(weights, reverse=True):
@@ -48,7 +49,7 @@ def kept_weights(logits, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
             if reached >= goal:
                 break
         weights = [w if w >= floor else 0.0 for w in weights]
-    return [w if w >= min_p else 0.0 for w in weights]
+    return weights
 
 
 def token_at(weights, u):
@@ -294,4 +295,4 @@ def test_min_tokens_masks_the_stop_ids_of_its_row_only():
 
 def test_nobody_samples():
     """A step of chunks only brings no rows: no tokens, no error."""
-    assert Sampler().sample(torch.empty(0, 5), []) == []
+    assert Sampler().sample(torch.empty(0, 5), []).tokens == []
