@@ -183,20 +183,7 @@ class LLM:
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids = stop_ids.union(self.plan.eos_token_ids(is_chat=is_chat))
-        leader, *children = (
-            Sequence(
-                next(self._ids),
-                list(result.prompt_token_ids),
-                params,
-                seed,
-                room,
-                i,
-                request_id,
-                stop_ids=stop_ids,
-                bad_words=bad_words,
-            )
-            for i in samples
-        )
+        leader, *children = (self._sequence(result, params, i, room, stop_ids, bad_words) for i in samples)
         leader.children = children
         for sequence in leader.family:
             live.sequence_ids[sequence.sample_index] = sequence.request_id
@@ -204,6 +191,28 @@ class LLM:
             self._outputs.add(sequence)
         self.engine.add(leader)
         return None
+
+    def _sequence(
+        self,
+        result: RequestOutput,
+        params: SamplingParams,
+        sample_index: int,
+        max_tokens: int,
+        stop_ids: frozenset[int],
+        bad_words: list[list[int]],
+    ) -> Sequence:
+        assert result.seed is not None
+        return Sequence(
+            request_id=next(self._ids),
+            token_ids=list(result.prompt_token_ids),
+            params=params,
+            seed=result.seed,
+            max_tokens=max_tokens,
+            sample_index=sample_index,
+            parent_id=result.request_id,
+            stop_ids=stop_ids,
+            bad_words=bad_words,
+        )
 
     def step(self) -> tuple[list[RequestOutput], StepOutput]:
         """Run one step; returns the results of the samples that it finished, and what the step did."""
