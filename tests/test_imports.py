@@ -20,6 +20,7 @@ LEVELS = {
     "ember.errors": 0,
     "ember.threads": 0,
     "ember.kernel_cache": 0,
+    "ember.huge_pages": 0,
     "ember.checks": 1,
     "ember.output_form": 1,
     "ember.sampling_params": 1,

@@ -19,6 +19,7 @@ import torch
 
 from ember.config import PoolSize
 from ember.errors import ConfigError, UserError
+from ember.huge_pages import zeros
 
 LANES = 8
 """Numbers in a vector of the CPU kernel."""
@@ -63,8 +64,8 @@ class KVLayer:
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
         self.shape = shape
         heads, slots, width, lanes = shape.n_kv_head, shape.block_size, shape.width, shape.lanes
-        self.k = torch.zeros(num_blocks, heads, slots // lanes, width, lanes, dtype=shape.dtype, device=device)
-        self.v = torch.zeros(num_blocks, heads, slots, width, dtype=shape.dtype, device=device)
+        self.k = _zeros((num_blocks, heads, slots // lanes, width, lanes), shape.dtype, device)
+        self.v = _zeros((num_blocks, heads, slots, width), shape.dtype, device)
         scales = (num_blocks if shape.dtype == torch.int8 else 0, heads, slots)
         self.k_scale, self.v_scale = (torch.zeros(scales, device=device) for _ in range(2))
 
@@ -93,6 +94,10 @@ class KVLayer:
         for tensor in (self.k, self.v, self.k_scale, self.v_scale):
             if len(tensor):  # scales are empty but in int8
                 tensor[destination] = tensor[source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
 def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

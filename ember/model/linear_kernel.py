@@ -8,8 +8,8 @@ A vector's lanes are neighbouring n, so nothing is summed across them. The heigh
 the width of the vectors and all that follows from them only say when a number is computed, not how. The blocking is
 that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication, 2008):
 
-    w     [blocks of k][panels][k of the block][WIDTH columns]     packed once; read from front to back
-    x     a block of k of up to HEIGHT rows is copied, so that it stays in the cache while all panels pass
+    w     [groups of panels][blocks of k][panels][k of the block][WIDTH columns]    packed once; read front to back
+    x     a block of k of up to HEIGHT rows is copied, so that it stays in the cache while a group of panels passes
     tile  up to ROWS rows by WIDTH columns of y, held in registers over a block of k
 
 Weights are float32, float16 (here uint16) or bfloat16 (int16), and are widened as they are loaded. tanh and erf are
@@ -286,10 +286,9 @@ def _copy_rows(x: Any, begin: Any, stride: Any, rows: Any, depth: Any, to: Any) 
 
 
 @njit(error_model="numpy")
-def _finish_tile(
-    y: Any, begin: Any, stride: Any, rows: Any, columns: Any, activation: Any, more: Any, at: Any, step: Any
-) -> None:
+def _finish_tile(y: Any, begin: Any, stride: Any, rows: Any, more: Any, rest: Any) -> None:
     """The end of a tile that has all its sums: activation, then what is added to it, if anything (`step` > 0)."""
+    columns, activation, at, step = rest
     for row in range(rows):
         run = y[begin + row * stride : begin + row * stride + columns]
         _activate(run, activation)
@@ -303,25 +302,27 @@ def _multiply_share(
     x: Any, w: Any, bias: Any, more: Any, y: Any, shape: Any, activation: Any, rows: Any, panels: Any, copied: Any
 ) -> None:
     """The part of `multiply` that is in these rows and panels, each (begin, end)."""
-    x_stride, more_stride, y_stride, width, inner, depth = shape
-    count = (width + WIDTH - 1) // WIDTH
+    x_stride, more_stride, y_stride, width, inner, depth, group = shape
     for m in range(rows[0], rows[1], HEIGHT):
         height = min(HEIGHT, rows[1] - m)
         tiles = (height + ROWS - 1) // ROWS
-        for k in range(0, inner, depth):
-            taken = min(depth, inner - k)
-            even = taken + taken % UNROLL
-            _copy_rows(x, m * x_stride + k, x_stride, height, taken, copied)
-            for panel in range(panels[0], panels[1]):
-                n, w_at = panel * WIDTH, (k * count + panel * even) * WIDTH
-                for t in range(tiles):
-                    begin, end = height * t // tiles, height * (t + 1) // tiles
-                    y_at = (m + begin) * y_stride + n
-                    at = (begin * _STRIDE, w_at, y_at, n)
-                    _tile(end - begin, copied, w, y, bias, at, even, y_stride, k == 0)
-                    if k + taken == inner and (activation != NONE or more_stride > 0):
-                        columns, more_at = min(WIDTH, width - n), (m + begin) * more_stride + n
-                        _finish_tile(y, y_at, y_stride, end - begin, columns, activation, more, more_at, more_stride)
+        for first in range(panels[0] // group * group, panels[1], group):
+            for k in range(0, inner, depth):
+                taken = min(depth, inner - k)
+                even = taken + taken % UNROLL
+                _copy_rows(x, m * x_stride + k, x_stride, height, taken, copied)
+                for panel in range(max(first, panels[0]), min(first + group, panels[1])):
+                    n = panel * WIDTH
+                    w_at = (first * (inner + inner % UNROLL) + k * group + (panel - first) * even) * WIDTH
+                    for t in range(tiles):
+                        begin, end = height * t // tiles, height * (t + 1) // tiles
+                        y_at = (m + begin) * y_stride + n
+                        at = (begin * _STRIDE, w_at, y_at, n)
+                        _tile(end - begin, copied, w, y, bias, at, even, y_stride, k == 0)
+                        if k + taken == inner and (activation != NONE or more_stride > 0):
+                            columns, more_at = min(WIDTH, width - n), (m + begin) * more_stride + n
+                            rest = (columns, activation, more_at, more_stride)
+                            _finish_tile(y, y_at, y_stride, end - begin, more, rest)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -332,7 +333,7 @@ def multiply(x: Any, w: Any, bias: Any, more: Any, y: Any, shape: Any, activatio
         x, more, y: flat float32; rows with the strides that `shape` says; `more` has stride 0 where there is none.
         w: flat, packed (see the top of this file).
         bias: [panels * WIDTH] float32.
-        shape: strides of x, more and y; columns of y; k in all; k in a block.
+        shape: strides of x, more and y; columns of y; k in all; k in a block; panels in a group.
         activation: a number of ACTIVATIONS.
         height: rows.
         cuts: the work is done in cuts[0] parts of the rows times cuts[1] of the panels.
@@ -423,7 +424,7 @@ def warm_up_multiply(stored: str) -> None:
     """Compile `multiply` for weights of this numpy dtype (float32, uint16 or int16), or load it."""
     numba_follows_torch()
     numbers, weights = types.Array(types.float32, 1, "C"), types.Array(numba.from_dtype(np.dtype(stored)), 1, "C")
-    shape, cuts = types.UniTuple(types.int64, 6), types.UniTuple(types.int64, 2)
+    shape, cuts = types.UniTuple(types.int64, 7), types.UniTuple(types.int64, 2)
     multiply.disable_compile(False)
     multiply.compile(types.void(numbers, weights, numbers, numbers, numbers, shape, types.int64, types.int64, cuts))
     multiply.disable_compile()

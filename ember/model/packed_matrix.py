@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
+from ember.huge_pages import zeros
 from ember.model import linear_kernel as kernel
 from ember.threads import numba_follows_torch
 
@@ -16,13 +17,15 @@ _STORED_AS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
     {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 )
 """What the kernel calls a dtype that numba has no type for."""
+_GROUP = (8, 16)  # fewest and most panels
+_READING = 16  # rows that take as long to compute as a weight takes to read from memory
 _CHUNK = 256  # rows looked at at a time
 _PADDING = 16
 """Numbers beside each row of a result: rows a power of two apart would share sets of the processor's cache."""
 
 
 class PackedMatrix:
-    """A matrix W [out, in] in panels of WIDTH rows: [blocks of k][panels][k][WIDTH], all in one run of memory.
+    """A matrix W [out, in] in panels of WIDTH rows, see `linear_kernel`; all in one run of memory.
 
     Args:
         weight: [out, in].
@@ -32,16 +35,17 @@ class PackedMatrix:
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight.shape
         self.panels = -(-self.out_features // kernel.WIDTH)
-        self.depth = _depth(self.in_features)
+        self.depth, self.group = _depth(self.in_features), _group(self.panels)
         self._dtype = dtype
-        self.data = _pack(weight, dtype, self.panels, self.depth)
-        self._view = torch.from_numpy(self.data)
+        self.data = _pack(weight, dtype, self.group, self.depth)
+        self._groups = torch.from_numpy(self.data).view(-1, self.group * kernel.WIDTH * _even(self.in_features))
         kernel.warm_up_multiply(self.data.dtype.name)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of W by number: ids [T] to [T, in] in W's dtype."""
-        blocks = [self._block(k) for k in range(0, self.in_features, self.depth)]
-        found = torch.cat([block[ids // kernel.WIDTH, :, ids % kernel.WIDTH] for block in blocks], dim=1)
+        panel, row = ids // kernel.WIDTH, ids % kernel.WIDTH
+        blocks = [_block(self._groups, k, self.depth, self.in_features) for k in range(0, self.in_features, self.depth)]
+        found = torch.cat([block[panel // self.group, panel % self.group, :, row] for block in blocks], dim=1)
         return found[:, : self.in_features].view(self._dtype)
 
     def holds(self, weight: torch.Tensor) -> bool:
@@ -71,7 +75,7 @@ class PackedMatrix:
         if more is not None:
             more = with_runs(more)
             added, more_stride = flat(more), more.stride(0)
-        shape = (x.stride(0), more_stride, stride, self.out_features, self.in_features, self.depth)
+        shape = (x.stride(0), more_stride, stride, self.out_features, self.in_features, self.depth, self.group)
         cuts = _cuts(self.panels, height, torch.get_num_threads())
         kernel.multiply(
             flat(x).numpy(),
@@ -93,25 +97,31 @@ class PackedMatrix:
             whole[: self.out_features] = bias
         return whole
 
-    def _block(self, k: int) -> torch.Tensor:
-        even = _even(min(self.depth, self.in_features - k))
-        begin, size = k * self.panels * kernel.WIDTH, even * self.panels * kernel.WIDTH
-        return self._view[begin : begin + size].view(self.panels, even, kernel.WIDTH)
 
-
-def _pack(weight: torch.Tensor, dtype: torch.dtype, panels: int, depth: int) -> np.ndarray:
+def _pack(weight: torch.Tensor, dtype: torch.dtype, group: int, depth: int) -> np.ndarray:
     """A panel at a time, so that next to nothing lies in memory twice."""
     stored, width = _STORED_AS[dtype], kernel.WIDTH
-    inner = weight.shape[1]
-    packed = torch.zeros(panels * width * _even(inner), dtype=stored)
+    rows, inner = weight.shape
+    groups = zeros((-(-rows // (group * width)), group * width * _even(inner)), stored)
     for k in range(0, inner, depth):
-        taken = min(depth, inner - k)
-        even, begin = _even(taken), k * panels * width
-        block = packed[begin : begin + panels * width * even].view(panels, even, width)
-        for panel in range(panels):
+        block, taken = _block(groups, k, depth, inner), min(depth, inner - k)
+        for panel in range(-(-rows // width)):
             part = weight[panel * width : (panel + 1) * width, k : k + taken]
-            block[panel, :taken, : len(part)] = part.T.to(dtype).view(stored)
-    return packed.numpy()
+            block[panel // group, panel % group, :taken, : len(part)] = part.T.to(dtype).view(stored)
+    return groups.view(-1).numpy()
+
+
+def _block(groups: torch.Tensor, k: int, depth: int, inner: int) -> torch.Tensor:
+    """A block of k of the groups [n, numbers], as [n, panels in a group, k, WIDTH]."""
+    even, width = _even(min(depth, inner - k)), kernel.WIDTH
+    group = groups.shape[1] // (width * _even(inner))
+    return groups[:, k * group * width : (k + even) * group * width].view(-1, group, even, width)
+
+
+def _group(panels: int) -> int:
+    """Panels in a group: their part of y stays in the cache over all blocks of k; few are added to make it even."""
+    sizes = range(min(panels, _GROUP[0]), min(panels, _GROUP[1]) + 1)
+    return min(sizes, key=lambda size: (-(-panels // size) * size, -size))
 
 
 def _depth(inner: int) -> int:
@@ -136,6 +146,9 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _cuts(panels: int, height: int, threads: int) -> tuple[int, int]:
-    """Into how many parts rows and panels are cut: one part a thread, the largest as small as can be."""
+    """Into how many parts rows and panels are cut: one part a thread, the dearest as cheap as can be.
+
+    A part costs its rows times its panels, and the panels once more for being read.
+    """
     whole = [(rows, threads // rows) for rows in range(1, threads + 1) if threads % rows == 0]
-    return min(whole, key=lambda cut: (-(-height // cut[0]) * -(-panels // cut[1]), cut[0]))
+    return min(whole, key=lambda cut: (-(-height // cut[0]) + _READING) * -(-panels // cut[1]))
