@@ -1,4 +1,4 @@
-"""Where numba keeps what it has compiled."""
+"""Where numba keeps what it has compiled, and a word to the user while it compiles."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import atexit
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Timer
 
 import numba
+
+LOADED_IN_S = 2.0
+"""More than loading a compiled kernel takes."""
 
 
 def ensure_kernel_cache() -> None:
@@ -24,6 +30,18 @@ def ensure_kernel_cache() -> None:
         logging.getLogger(__name__).warning(
             "compiled kernels can't be kept: no folder for them can be written; set NUMBA_CACHE_DIR to one that can"
         )
+
+
+@contextmanager
+def patience(what: str) -> Iterator[None]:
+    """Say what is going on if it takes longer than loading what was compiled before."""
+    timer = Timer(LOADED_IN_S, logging.getLogger(__name__).warning, [f"compiling {what}"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _probe() -> None:

@@ -8,10 +8,6 @@ token's K/V are rounded alone, once, as they are written, and every query reads 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -19,6 +15,7 @@ import torch
 
 from ember.attention.base import AttentionMetadata
 from ember.cache.kv_pool import KVLayer
+from ember.kernel_cache import patience
 from ember.threads import numba_follows_torch
 
 QUERY_TILE = 16
@@ -31,9 +28,6 @@ _STORED_AS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 
 ALL = 2**40
 """A window that holds every position."""
-
-LOADED_IN_S = 2.0
-"""More than loading the compiled kernel takes."""
 
 
 class CpuAttention:
@@ -48,7 +42,7 @@ class CpuAttention:
 
         self._kernel: Any = cpu_kernel
         numba_follows_torch()
-        with _patience():
+        with patience("the CPU attention kernel: a few seconds, once for each kv_dtype"):
             cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
@@ -76,19 +70,6 @@ class CpuAttention:
         reach = ALL if window is None else window
         self._kernel.attend(q.numpy(), *pool, out.numpy(), np.float32(scale), heads, size, reach, self._threads)
         return out
-
-
-@contextmanager
-def _patience() -> Iterator[None]:
-    """Say what is going on if it takes longer than loading what was compiled before."""
-    say = logging.getLogger(__name__).warning
-    timer = Timer(LOADED_IN_S, say, ["compiling the CPU attention kernel: a few seconds, once for each kv_dtype"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _flat(x: torch.Tensor) -> np.ndarray:

@@ -32,7 +32,7 @@ from llvmlite import ir
 from numba import extending, njit, prange, types
 from numba.core import cgutils
 
-from ember.kernel_cache import ensure_kernel_cache
+from ember.kernel_cache import ensure_kernel_cache, patience
 from ember.model.processor import vector_lanes
 from ember.threads import numba_follows_torch
 
@@ -425,6 +425,7 @@ def warm_up_multiply(stored: str) -> None:
     numba_follows_torch()
     numbers, weights = types.Array(types.float32, 1, "C"), types.Array(numba.from_dtype(np.dtype(stored)), 1, "C")
     shape, cuts = types.UniTuple(types.int64, 7), types.UniTuple(types.int64, 2)
-    multiply.disable_compile(False)
-    multiply.compile(types.void(numbers, weights, numbers, numbers, numbers, shape, types.int64, types.int64, cuts))
-    multiply.disable_compile()
+    with patience("the CPU matrix kernel: a few seconds, once for each form of the weights"):
+        multiply.disable_compile(False)
+        multiply.compile(types.void(numbers, weights, numbers, numbers, numbers, shape, types.int64, types.int64, cuts))
+        multiply.disable_compile()
