@@ -53,27 +53,29 @@ def make(**settings):
     return LLM(**chosen)
 
 
-def run(baseline, rows=None, order=None, **settings):
+def run(baseline, rows=None, proposer=None, **settings):
     """Run rows under the settings and hold them to the baseline; returns the outputs and the steps' statistics."""
     prompts, params, expected = baseline
     picked = list(range(len(prompts))) if rows is None else list(rows)
     llm = make(**settings)
+    if proposer is not None:
+        llm.engine.scheduler.proposer = proposer
     outputs, steps = generate(llm, [prompts[i] for i in picked], [params[i] for i in picked])
     for i, output in zip(picked, outputs, strict=True):
         assert output.token_ids == expected[i], f"row {i} (prompt of {LENGTHS[i]} tokens) differs under {settings}"
-    llm.engine.scheduler.blocks.check_integrity()
     assert llm.engine.scheduler.blocks.num_used == 0
     return outputs, steps
 
 
 def generate(llm, prompts, params):
-    """`generate`, with the statistics of its steps."""
+    """`generate`, with the statistics of its steps; after each the pool must be in order."""
     steps = []
     step = llm.engine.step
 
     def recording(on_token=None):
         out = step(on_token)
         steps.append(out.stats)
+        llm.engine.scheduler.blocks.check_integrity()
         return out
 
     llm.engine.step = recording
@@ -178,6 +180,59 @@ def test_a_pool_barely_over_one_request(policy):
     assert sum(output.num_preemptions for output in roomy) == 0
     assert sum(output.num_preemptions for output in outputs) == sum(s.num_preempted for s in steps) > 0
     assert all(s.blocks_used + s.blocks_cached + s.blocks_free == 17 for s in steps)
+
+
+class Seer:
+    """Proposes what a row will say, but for every so many-th token; so tokens are accepted and rejected everywhere."""
+
+    def __init__(self, tokens, num_tokens, wrong):
+        self.tokens, self.num_tokens, self.wrong = tokens, num_tokens, wrong
+
+    def propose(self, sequence, most, num_running):
+        at = sequence.num_output_tokens
+        right = self.tokens[sequence.request_id][at : at + max(0, min(most, self.num_tokens))]
+        return [token + ((at + i) % self.wrong == 0) for i, token in enumerate(right)]
+
+    def learn(self, sequence, num_proposed, num_accepted):
+        assert 0 <= num_accepted <= num_proposed
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("num_tokens", "wrong"), [(1, 2), (5, 3), (24, 10)])
+def test_speculation(policy, num_tokens, wrong, baseline):
+    """A step that verifies several tokens, greedy or sampled: each token kept must be the one drawn in its place."""
+    rows = range(len(LENGTHS))
+    proposer = Seer(baseline[2], num_tokens, wrong)
+    _, steps = run(baseline, rows, proposer, scheduler=policy, max_num_batched_tokens=400)
+    assert sum(s.num_proposed_tokens for s in steps) > sum(s.num_accepted_tokens for s in steps) > 50
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_speculation_under_preemption(policy, block_size, prefix_cache, baseline):
+    """Blocks of rejected tokens published, kept or lost; K/V of a rejected token read after a recompute."""
+    expected = [baseline[2][i] for i in SHORT]
+    outputs, steps = run(
+        baseline,
+        SHORT,
+        Seer(expected, 7, 4),
+        scheduler=policy,
+        block_size=block_size,
+        max_model_len=80,
+        pool_size=-(-80 // block_size) + 2,
+        max_num_batched_tokens=85,
+        prefix_cache=prefix_cache,
+    )
+    assert sum(output.num_preemptions for output in outputs) > 0
+    assert sum(s.num_proposed_tokens for s in steps) > sum(s.num_accepted_tokens for s in steps) > 50
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 3, "ngram_min": 1}, {"num_speculative_tokens": 2}], ids=str)
+def test_speculative_ngram(settings, baseline):
+    """The setting itself, on text that repeats its prompt now and then."""
+    _, steps = run(baseline, speculative="ngram", **settings)
+    assert sum(s.num_proposed_tokens for s in steps) > sum(s.num_accepted_tokens for s in steps) > 0
 
 
 FRESH = """

@@ -14,7 +14,7 @@ from ember.cache.block_manager import BlockManager
 from ember.cache.prefix_cache import PrefixHit
 from ember.core.batch import ScheduledSequence, SchedulerOutput
 from ember.core.sequence import Sequence, SequenceStatus
-from ember.core.speculation import NgramProposer
+from ember.core.speculation import Proposer
 
 
 class Scheduler:
@@ -33,7 +33,7 @@ class Scheduler:
         policy: str,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        proposer: NgramProposer | None = None,
+        proposer: Proposer | None = None,
     ) -> None:
         self.blocks = blocks
         self.proposer = proposer
@@ -119,12 +119,14 @@ class Scheduler:
 
     def settle(self, scheduled: Iterable[ScheduledSequence]) -> None:
         """Learn from a step that is done, and give back the blocks of proposed tokens that were not kept."""
-        for s in scheduled:
-            if self.proposer is not None and s.proposed and s.sequence.status is SequenceStatus.RUNNING:
+        if self.proposer is None:
+            return
+        for s in (s for s in scheduled if s.sequence.status is SequenceStatus.RUNNING):
+            if s.proposed:
                 self.proposer.learn(s.sequence, len(s.proposed), s.num_accepted)
-                self.blocks.shrink(s.sequence.request_id, s.sequence.num_computed_tokens)
+            self.blocks.shrink(s.sequence.request_id, s.sequence.num_computed_tokens)
 
-    def _speculate(self, proposer: NgramProposer, out: SchedulerOutput) -> None:
+    def _speculate(self, proposer: Proposer, out: SchedulerOutput) -> None:
         """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
         for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1 and not s.sequence.children]:
             end, sequence = s.start + 1, s.sequence

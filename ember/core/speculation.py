@@ -12,6 +12,7 @@ r / (r + FIXED_ROWS). The chance is watched, in each sequence and in all of them
 from __future__ import annotations
 
 from math import log
+from typing import Protocol
 
 from ember.config import EngineConfig
 from ember.core.drafting import SHORTEST_PAUSE, Drafting, Watch
@@ -28,6 +29,16 @@ LONGEST_PAUSE = 128
 """Output tokens that a sequence goes without proposals at most, when they don't pay."""
 
 
+class Proposer(Protocol):
+    """Guesses how sequences go on. Called once a step for each sequence that decodes."""
+
+    def propose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
+        """At most `most` tokens to follow the sequence's last one, in a step of `num_running` sequences."""
+
+    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Take note of how many of the tokens proposed in a step were kept."""
+
+
 class NgramProposer:
     """Proposes the continuation of a repeated n-gram, as many tokens as pay.
 
@@ -42,10 +53,7 @@ class NgramProposer:
         self._all = Watch(MEMORY_OF_ALL)
 
     def propose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
-        """At most `most` tokens to follow the sequence's last one, in a step of `num_running` sequences.
-
-        Where not even one pays, one is tried now and then.
-        """
+        """See `Proposer.propose`. Where not even one token pays, one is tried now and then."""
         state = self._state_of(sequence)
         if most < 1 or sequence.num_output_tokens < state.resumes_at:
             return []
@@ -59,7 +67,7 @@ class NgramProposer:
         return proposed
 
     def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Take note of how many of the tokens proposed in a step were kept."""
+        """See `Proposer.learn`."""
         state = self._state_of(sequence)
         state.watch.add(num_proposed, num_accepted)
         self._all.add(num_proposed, num_accepted)
@@ -77,7 +85,7 @@ class NgramProposer:
         return int(log(num_running / (num_running + FIXED_ROWS)) / log(chance))
 
 
-def make_proposer(config: EngineConfig) -> NgramProposer | None:
+def make_proposer(config: EngineConfig) -> Proposer | None:
     """What `speculative` asks for; None for `off`."""
     if config.speculative == "off":
         return None
