@@ -9,8 +9,10 @@ import torch
 
 from ember import LLM, SamplingParams
 from ember.core.batch import ScheduledSequence
+from ember.core.sequence import Sequence
+from ember.core.speculation import Proposer
 from ember.model.linear import make_linear
-from tests.fakes import logit_positions, make_sequence, prompts_of_many_lengths
+from tests.fakes import POLICIES, logit_positions, make_sequence, prompts_of_many_lengths
 
 OUTPUT_TOKENS = 6
 WEIGHTS = ("auto", "int8", "fp16")
@@ -20,10 +22,14 @@ HEIGHTS = (*range(1, 65), 100, 120, 127, 128, 255, 299)
 BASE = {"block_size": 16, "scheduler": "prefill_first", "max_num_batched_tokens": 2048, "pool_size": "8192tok"}
 
 
-def logits_of(prompts: list[list[int]], **settings: object) -> dict[tuple[int, int], torch.Tensor]:
-    """Logits of every sampled position, by (prompt, position)."""
+Logits = dict[tuple[int, int], torch.Tensor]
+
+
+def logits_of(prompts: list[list[int]], proposer: Proposer | None = None, **settings: object) -> Logits:
+    """Logits of every sampled position, by (prompt, position); of one computed twice the last."""
     llm = LLM(**{**BASE, **settings})
-    seen: dict[tuple[int, int], torch.Tensor] = {}
+    llm.engine.scheduler.proposer = proposer
+    seen: Logits = {}
     execute = llm.engine.runner.execute
 
     def recording(scheduled: list[ScheduledSequence]) -> torch.Tensor:
@@ -48,7 +54,7 @@ def form(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]], form: dict[str, str]) -> dict[tuple[int, int], torch.Tensor]:
+def expected(prompts: list[list[int]], form: dict[str, str]) -> Logits:
     return logits_of(prompts, **form)
 
 
@@ -74,6 +80,30 @@ def test_no_setting_changes_a_bit(prompts, form, expected, settings):
     assert found.keys() == expected.keys()
     different = [key for key, logits in found.items() if not torch.equal(logits, expected[key])]
     assert not different
+
+
+class Seer:
+    """Proposes the tokens to come, but for every third."""
+
+    def __init__(self, logits: Logits) -> None:
+        self.logits, self.accepted = logits, 0
+
+    def propose(self, sequence: Sequence, most: int, num_running: int) -> list[int]:
+        places = range(sequence.num_tokens, sequence.num_tokens + most)
+        return [int(self.logits[sequence.request_id, n].argmax()) ^ (n % 3 == 0) for n in places]
+
+    def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        self.accepted = num_accepted or self.accepted
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_speculation_does_not_change_a_bit(prompts, form, expected, policy):
+    """Several tokens of a sequence in a step: K/V of a rejected one left in the way, a sum over the step's rows."""
+    seer = Seer(expected)
+    found = logits_of(prompts, seer, deterministic="require", scheduler=policy, **form)
+    assert seer.accepted
+    assert expected.keys() <= found.keys()
+    assert not [key for key, logits in expected.items() if not torch.equal(logits, found[key])]
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
