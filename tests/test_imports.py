@@ -33,6 +33,7 @@ LEVELS = {
     "ember.core.scheduler": 5,
     "ember.core.model_runner": 5,
     "ember.core.sampler": 5,
+    "ember.speculation": 5,
     "ember.core.engine": 6,
     "ember.data": 7,
     "ember.entrypoints": 7,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ember.core.drafting import Drafting
 from ember.errors import RequestError
 from ember.sampling.constraint import TokenConstraint
 from ember.sampling.token_logprobs import TokenLogprobs
@@ -29,13 +28,13 @@ class SequenceStatus(StrEnum):
     FINISHED = "finished"
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Sequence:
     """Tokens and counters of one request. `token_ids` is the prompt followed by the output.
 
     `num_computed_tokens` chases `num_tokens`: the engine computes K/V for the tokens between them, and samples
     when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`. `order` numbers arrivals;
-    `num_cached_tokens` is what of the prompt was in the pool when it was first admitted. `drafting` is speculation's.
+    `num_cached_tokens` is what of the prompt was in the pool when it was first admitted.
     `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of. `children` are
     other samples of its prompt, which wait to be forked from it when the prompt is computed.
 
@@ -69,7 +68,6 @@ class Sequence:
     num_logprobs: int | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
-    drafting: Drafting | None = None
     arrival_s: float = 0.0
     admitted_s: float | None = None
     first_token_s: float | None = None

@@ -22,7 +22,6 @@ from ember.core.random_stream import row_seed
 from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
-from ember.core.speculation import make_proposer
 from ember.data.output import CompletionOutput, OutputProcessor, RequestOutput
 from ember.entrypoints.admission import Admission
 from ember.entrypoints.live_request import LiveRequest
@@ -33,6 +32,7 @@ from ember.model.network import make_network
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
 from ember.sampling_params import SamplingParams
+from ember.speculation.proposer import make_proposer
 from ember.threads import use_threads
 
 Prompt = str | list[int] | Conversation

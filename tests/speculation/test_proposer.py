@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ember.core.ngram import NgramIndex
 from ember.core.sequence import FinishReason
-from ember.core.speculation import NgramProposer
+from ember.speculation.ngram import NgramIndex
+from ember.speculation.proposer import NgramProposer
 from tests.fakes import POLICIES, FakeRunner, looping_token, make_engine, make_sequence, run_engine
 
 MAX_LEN = 60

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ember.core.ngram import NgramIndex
+from ember.speculation.ngram import NgramIndex
 
 GUESS_WEIGHT = 4.0
 """How many seen tokens a guess is worth."""

@@ -1,0 +1,1 @@
+"""Guessing the next tokens; the engine only knows `ember.core.speculation.Proposer`."""
