@@ -128,8 +128,8 @@ class Scheduler:
 
     def _speculate(self, proposer: Proposer, out: SchedulerOutput) -> None:
         """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
-        for s in [s for s in out.scheduled if s.samples and s.num_new_tokens == 1 and not s.sequence.children]:
-            end, sequence = s.start + 1, s.sequence
+        for s in [s for s in out.scheduled if s.samples and s.start >= s.sequence.num_prompt_tokens]:
+            end, sequence = s.start + s.num_new_tokens, s.sequence
             room = (len(s.block_table) + self.blocks.num_available) * self.blocks.block_size - end
             left = sequence.max_tokens - sequence.num_output_tokens - 1
             most = min(self.max_num_batched_tokens - out.num_tokens, left, room)
