@@ -13,6 +13,7 @@ from ember.sampling_params import SamplingParams
 
 ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference")
 POLICIES = ("prefill_first", "mixed", "static")
+RESERVATIONS = ("none", "max")
 ON_ERROR = ("row", "stop")
 FORMATS = ("auto", "openai_batch")
 OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
@@ -84,6 +85,7 @@ class EngineConfig:
     scheduler: str = "prefill_first"
     block_size: int = 16
     pool_size: str = "auto"
+    reservation: str = "none"
     prefix_cache: bool = True
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
@@ -114,6 +116,7 @@ class EngineConfig:
             raise ConfigError("ngram_min", self.ngram_min, f"must be at most ngram_max={self.ngram_max}")
         self.pool_size = str(self.pool_size)
         PoolSize.parse(self.pool_size)
+        one_of("reservation", self.reservation, RESERVATIONS)
         boolean("prefix_cache", self.prefix_cache)
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
         _check_chat_date(self.chat_date)

@@ -117,6 +117,14 @@ def test_batch_limits(max_num_seqs, baseline):
     assert max(s.num_running for s in steps) == max_num_seqs
 
 
+@pytest.mark.parametrize("block_size", [3, 16])
+def test_reservations(block_size, baseline):
+    """Tables that are longer than their tokens: the empty blocks must not be read, and nothing is ever preempted."""
+    _, steps = run(baseline, reservation="max", block_size=block_size, pool_size="1100tok")
+    assert max(s.num_running for s in steps) == 3
+    assert not sum(s.num_preempted for s in steps)
+
+
 def test_order_of_the_rows(baseline):
     """A row brings its own seed: its place in the input must not matter."""
     run(baseline, range(len(LENGTHS))[::-1])

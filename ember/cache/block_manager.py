@@ -27,13 +27,18 @@ class BlockManager:
 
     Args:
         prefixes: finds blocks to reuse; None: nothing is ever found.
+        reserved_tokens: a sequence takes the blocks of at least that many tokens, whatever it has: the allocator that
+            paging is measured against. 0: blocks as its tokens come.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, prefixes: PrefixCache | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, prefixes: PrefixCache | None = None, reserved_tokens: int = 0
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_evicted = 0
         self._prefixes = prefixes
+        self._reserved_tokens = reserved_tokens
         self._free = list(range(num_blocks - 1, -1, -1))  # a stack: the block freed last is warm in the cache
         self._idle: OrderedDict[int, None] = OrderedDict()  # the next to be evicted first
         self._ref_counts = array("i", [0]) * num_blocks
@@ -60,17 +65,18 @@ class BlockManager:
         return self.num_blocks - self.num_available
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` slots take up."""
-        return -(-num_tokens // self.block_size)
+        """Blocks that a sequence of `num_tokens` tokens takes up."""
+        return -(-max(num_tokens, self._reserved_tokens) // self.block_size)
 
     def lookup(self, request_id: int, token_ids: Sequence[int]) -> PrefixHit:
         """What of a waiting sequence's K/V is in the pool already."""
         return NO_HIT if self._prefixes is None else self._prefixes.match(request_id, token_ids)
 
     def has_room(self, hit: PrefixHit, num_tokens: int, spare: int) -> bool:
-        """Whether a sequence of `num_tokens` fits behind its hit, with `spare` blocks left over."""
+        """Whether a sequence of `num_tokens` fits behind its hit, with `spare` blocks left over for others to grow."""
         taken = self.blocks_for(num_tokens) - len(hit.blocks)
         revived = sum(not self._ref_counts[block] for block in hit.blocks)
+        spare = 0 if self._reserved_tokens else spare
         return taken + revived + spare <= self.num_available
 
     def reuse(self, request_id: int, token_ids: Sequence[int], hit: PrefixHit) -> int:

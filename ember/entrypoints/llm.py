@@ -75,7 +75,12 @@ class LLM:
         pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
         runner = ModelRunner(network, pool, make_backend(plan.attention, plan.kv_shape.dtype), plan.device)
         scheduler = Scheduler(
-            BlockManager(plan.num_blocks, config.block_size, _prefix_cache(plan)),
+            BlockManager(
+                plan.num_blocks,
+                config.block_size,
+                _prefix_cache(plan),
+                reserved_tokens=plan.max_model_len if config.reservation == "max" else 0,
+            ),
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

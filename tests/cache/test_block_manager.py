@@ -194,6 +194,21 @@ def test_blocks_for(tokens, needed):
     assert BlockManager(4, 16).blocks_for(tokens) == needed
 
 
+def test_a_reservation_is_taken_at_once_and_kept():
+    """The baseline must really hold what it reserves, else paging is measured against nothing."""
+    blocks = BlockManager(8, 4, reserved_tokens=14)
+    assert blocks.grow(0, 1) == []
+    assert blocks.num_used == 4
+    assert blocks.grow(0, 14) == []
+    assert blocks.num_used == 4
+    blocks.shrink(0, 2)
+    assert blocks.num_used == 4
+    assert blocks.live_tokens({0: 3}) == 3
+    assert blocks.grow(1, 1) == []
+    assert blocks.grow(2, 1) is None
+    blocks.check_integrity()
+
+
 def test_growing_within_the_last_block_takes_none():
     """A decode step inside a block must cost no block."""
     blocks = BlockManager(2, 4)

@@ -46,6 +46,22 @@ def ids(sequences):
     return [s.request_id for s in sequences]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_with_reservations_as_many_run_as_the_pool_holds_of_them(policy):
+    """Nothing grows then, so a block left free for growth would only make the baseline look worse than it is."""
+    blocks = BlockManager(24, 2, reserved_tokens=MAX_LEN)
+    scheduler = Scheduler(blocks, policy=policy, max_num_seqs=8, max_num_batched_tokens=50)
+    for i in range(6):
+        scheduler.add(make_sequence(i, prompt_len=3, max_tokens=5))
+    plan = step(scheduler)
+    assert (ids(plan.admitted), blocks.num_used) == ([0, 1, 2, 3], 24)
+    preempted = []
+    while scheduler.running or scheduler.waiting:
+        preempted += step(scheduler).preempted
+        blocks.check_integrity()
+    assert not preempted
+
+
 class SchedulerMachine(RuleBasedStateMachine):
     """Guards against everything that a history of arrivals, steps and aborts could break."""
 
