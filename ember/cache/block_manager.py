@@ -27,8 +27,7 @@ class BlockManager:
 
     Args:
         prefixes: finds blocks to reuse; None: nothing is ever found.
-        reserved_tokens: a sequence takes the blocks of at least that many tokens, whatever it has: the allocator that
-            paging is measured against. 0: blocks as its tokens come.
+        reserved_tokens: a sequence takes the blocks of at least that many tokens, whatever it has.
     """
 
     def __init__(
