@@ -83,6 +83,7 @@ class EngineConfig:
     deterministic: str = "auto"
     attention: str = "auto"
     scheduler: str = "prefill_first"
+    prefill_share: float = 1.0
     block_size: int = 16
     pool_size: str = "auto"
     reservation: str = "none"
@@ -118,6 +119,12 @@ class EngineConfig:
         PoolSize.parse(self.pool_size)
         one_of("reservation", self.reservation, RESERVATIONS)
         boolean("prefix_cache", self.prefix_cache)
+        share = "must be a share of the token budget: more than 0, at most 1"
+        self.prefill_share = real("prefill_share", self.prefill_share, share, high=1.0, open_low=True)
+        if self.prefill_share < 1 and self.scheduler != "mixed":
+            raise ConfigError(
+                "prefill_share", self.prefill_share, "only scheduler=mixed computes prompts beside decodes"
+            )
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
         _check_chat_date(self.chat_date)
 

@@ -51,13 +51,16 @@ class SchedulerOutput:
     """What runs in a step, and what the scheduler did to get there.
 
     `preempted` are sequences put back to wait; `num_tokens` counts the new tokens of all scheduled ones,
-    `prefix_hit_tokens` those that admitted ones found in the pool.
+    `num_prefill_tokens` those of sequences that don't decode yet, at most `max_prefill_tokens`; `prefix_hit_tokens` are
+    tokens that admitted ones found in the pool.
     """
 
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    max_prefill_tokens: int = 0
     num_tokens: int = 0
+    num_prefill_tokens: int = 0
     prefix_hit_tokens: int = 0
     num_evicted_blocks: int = 0
 
@@ -65,6 +68,8 @@ class SchedulerOutput:
         """Add one sequence's share."""
         self.scheduled.append(scheduled)
         self.num_tokens += scheduled.num_new_tokens
+        if scheduled.sequence.prefilling:
+            self.num_prefill_tokens += scheduled.num_new_tokens
 
 
 @dataclass(slots=True)

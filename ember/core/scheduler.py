@@ -22,7 +22,7 @@ class Scheduler:
 
     Policies:
         prefill_first: a step computes whole prompts if any can start, else one token of every running sequence.
-        mixed: running sequences first, then chunks of prompts up to the budget.
+        mixed: one token of every running sequence, beside them chunks of prompts up to `prefill_share` of the budget.
         static: a batch of up to `max_num_seqs` runs to its end before the next starts.
     """
 
@@ -33,6 +33,7 @@ class Scheduler:
         policy: str,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        prefill_share: float = 1.0,
         proposer: Proposer | None = None,
     ) -> None:
         self.blocks = blocks
@@ -40,6 +41,7 @@ class Scheduler:
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.prefill_share = prefill_share
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._batch_open = True
@@ -93,7 +95,7 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens within the budget; empty only when there is nothing to do."""
-        out = SchedulerOutput()
+        out = SchedulerOutput(max_prefill_tokens=self._max_prefill_tokens())
         evicted = self.blocks.num_evicted
         for sequence in self.running:
             self._publish(sequence)
@@ -113,6 +115,14 @@ class Scheduler:
                 self._run(self.running, out)
         if self.proposer is not None:
             self._speculate(self.proposer, out)
+
+    def _max_prefill_tokens(self) -> int:
+        """What of the next step's budget prompts may take: in `mixed` no token that a running sequence decodes."""
+        budget = self.max_num_batched_tokens
+        if self.policy != "mixed":
+            return budget
+        decoding = sum(not sequence.prefilling for sequence in self.running)
+        return max(1, min(int(budget * self.prefill_share), budget - decoding))
 
     def _publish(self, sequence: Sequence) -> None:
         self.blocks.publish(sequence.request_id, sequence.token_ids, sequence.num_computed_tokens)
@@ -140,15 +150,18 @@ class Scheduler:
 
     def _run(self, sequences: Iterable[Sequence], out: SchedulerOutput) -> None:
         for sequence in list(sequences):
-            budget = self.max_num_batched_tokens - out.num_tokens
-            if budget == 0:
-                return
             if sequence.status is SequenceStatus.RUNNING:  # not preempted for an older one just now
-                self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), out)
+                self._schedule(sequence, out)
 
-    def _schedule(self, sequence: Sequence, num_new_tokens: int, out: SchedulerOutput) -> None:
-        """Give a running sequence its tokens, preempting others (or in the end itself) for room."""
+    def _schedule(self, sequence: Sequence, out: SchedulerOutput) -> None:
+        """Give a running sequence its tokens within the budget, preempting others (or in the end itself) for room."""
         start = sequence.num_computed_tokens
+        budget = self.max_num_batched_tokens - out.num_tokens
+        if sequence.prefilling:
+            budget = min(budget, out.max_prefill_tokens - out.num_prefill_tokens)
+        num_new_tokens = min(sequence.num_uncomputed_tokens, budget)
+        if num_new_tokens == 0:
+            return
         while (copies := self.blocks.grow(sequence.request_id, start + num_new_tokens, start)) is None:
             victim = self._victim(sequence)
             self._preempt(victim, out)
@@ -203,15 +216,15 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         out.admitted.append(sequence)
         out.prefix_hit_tokens += found
-        budget = self.max_num_batched_tokens - out.num_tokens
-        self._schedule(sequence, min(sequence.num_uncomputed_tokens, budget), out)
+        self._schedule(sequence, out)
 
     def _may_start(self, sequence: Sequence, out: SchedulerOutput) -> bool:
         """Whether the limits allow a waiting sequence to start now, whatever room it needs.
 
         Nothing starts in a step that preempted: it would soon be thrown out again, its prefill wasted.
         """
-        if out.num_tokens >= self.max_num_batched_tokens or out.preempted or self._num_taken() >= self.max_num_seqs:
+        full = out.num_tokens >= self.max_num_batched_tokens or out.num_prefill_tokens >= out.max_prefill_tokens
+        if full or out.preempted or self._num_taken() >= self.max_num_seqs:
             return False
         return self.policy != "static" or self._batch_open or sequence.status is not SequenceStatus.WAITING
 

@@ -84,6 +84,7 @@ class LLM:
             policy=config.scheduler,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            prefill_share=config.prefill_share,
             proposer=make_proposer(config),
         )
         self.engine = Engine(scheduler, runner, Sampler())
