@@ -82,7 +82,7 @@ class EngineConfig:
     num_threads: int | None = None
     deterministic: str = "auto"
     attention: str = "auto"
-    scheduler: str = "prefill_first"
+    scheduler: str = "mixed"
     prefill_share: float = 1.0
     block_size: int = 16
     pool_size: str = "auto"

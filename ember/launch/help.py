@@ -30,7 +30,7 @@ Settings (ember --cfg job prints all with their values):
   seed         of the job's random numbers
   block_size   tokens in a block of the KV cache
   pool_size    of the KV cache: blocks (512), tokens (4096tok), bytes (2GiB) or auto
-  scheduler    prefill_first, mixed or static
+  scheduler    mixed, prefill_first or static
 
 Exit codes: 0 clean, 3 finished with error rows, 2 a mistake in the settings, 130 or 143 interrupted, 1 anything else.
 Hydra's own flags: --hydra-help"""

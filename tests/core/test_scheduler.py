@@ -19,9 +19,17 @@ from tests.fakes import POLICIES, advance, make_sequence
 MAX_LEN = 12
 
 
-def make_scheduler(policy, *, num_blocks=32, block_size=2, max_num_seqs=4, budget=16, prefix_cache=True):
+def make_scheduler(
+    policy, *, num_blocks=32, block_size=2, max_num_seqs=4, budget=16, prefix_cache=True, prefill_share=1.0
+):
     blocks = BlockManager(num_blocks, block_size, PrefixCache(block_size) if prefix_cache else None)
-    return Scheduler(blocks, policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget)
+    return Scheduler(
+        blocks,
+        policy=policy,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        prefill_share=prefill_share,
+    )
 
 
 def step(scheduler):
@@ -452,17 +460,43 @@ def test_the_victim_is_the_one_that_loses_least():
     assert [scheduler._victim(s).request_id for s in scheduler.running] == [1, 1, 2]
 
 
-def test_who_holds_nothing_of_its_own_is_no_victim():
-    """Preempting it gives no room, and its own work is lost for nothing."""
-    scheduler = make_scheduler("mixed", num_blocks=20, budget=100, max_num_seqs=9)
-    first, second = make_sequence(0, 5, 30), make_sequence(1, 9, 30)
-    for sequence in (first, second):
-        scheduler.add(sequence)
+def test_who_holds_nothing_of_its_own_is_the_last_victim():
+    """Preempting it gives no room, and its own work is lost for nothing; where all share, the youngest must do."""
+    scheduler = make_scheduler("mixed", num_blocks=30, budget=100, max_num_seqs=9)
+    first, second, other = fill(scheduler, (5, 30), (9, 30), (9, 30))
     step(scheduler)
-    third = make_sequence(2, 9, 30)
+    third = make_sequence(3, 9, 30)
     third.num_computed_tokens = 9
-    scheduler.blocks.fork(1, 2)
+    scheduler.blocks.fork(1, 3)
     scheduler.running.append(third)
-    assert scheduler._victim(first) is first
-    scheduler.blocks.grow(2, 11, 9)
+    assert scheduler._victim(first) is other
+    scheduler.finish(other)
     assert scheduler._victim(first) is third
+    scheduler.blocks.free(3)
+    assert scheduler._cost_of_preempting(second) == 9
+
+
+def test_prefill_share_bounds_what_prompts_take_beside_decodes():
+    """Long prompts that fill each step make every running row wait for them."""
+    scheduler = make_scheduler("mixed", budget=16, prefill_share=0.25)
+    fill(scheduler, (3, 9), (9, 2))
+    assert shares(step(scheduler)) == [(0, 0, 3), (1, 0, 1)]
+    assert shares(step(scheduler)) == [(0, 3, 1), (1, 1, 4)]
+    assert shares(step(scheduler)) == [(0, 4, 1), (1, 5, 4)]
+
+
+def test_a_prefill_takes_no_decode_s_place():
+    """A row that waited for a prefix is older than those that passed it: its prompt must not stop their decodes."""
+    scheduler = make_scheduler("mixed", num_blocks=64, budget=8, max_num_seqs=9)
+    for i, (length, shared) in enumerate([(5, 4), (20, 4), (2, 0)]):
+        scheduler.add(make_sequence(i, length, 9, shared=shared))
+    assert shares(step(scheduler)) == [(0, 0, 5), (2, 0, 2)]
+    assert shares(step(scheduler)) == [(0, 5, 1), (2, 2, 1), (1, 4, 6)]
+    assert shares(step(scheduler)) == [(0, 6, 1), (1, 10, 6), (2, 3, 1)]
+
+
+def test_a_tiny_share_still_moves():
+    """A share of less than a token would let prompts wait for ever."""
+    scheduler = make_scheduler("mixed", budget=4, prefill_share=0.01)
+    fill(scheduler, (3, 2))
+    assert [shares(step(scheduler)) for _ in range(3)] == [[(0, 0, 1)], [(0, 1, 1)], [(0, 2, 1)]]
