@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from ember.attention.base import make_backend
 from ember.cache.block_manager import BlockManager
 from ember.cache.kv_pool import KVPool, KVShape
-from ember.cache.prefix_cache import PrefixCache
+from ember.cache.prefix_cache import PrefixCache, strong_digest
 from ember.core.batch import ScheduledSequence, SchedulerOutput
 from ember.core.engine import Engine
 from ember.core.model_runner import ModelRunner
@@ -109,13 +109,12 @@ def make_engine(
     max_num_batched_tokens=64,
     runner=None,
     proposer=None,
-    prefixes=None,
+    prefix_cache=True,
+    digest=strong_digest,
 ):
-    """An engine over the fake runner, with a prefix cache."""
-    if prefixes is None:
-        prefixes = PrefixCache(block_size)
+    """An engine over the fake runner; `digest` is the prefix cache's."""
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size, prefixes),
+        BlockManager(num_blocks, block_size, PrefixCache(block_size, digest=digest) if prefix_cache else None),
         policy=policy,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ember.cache.prefix_cache import PrefixCache, strong_digest
+from ember.cache.prefix_cache import strong_digest
 from ember.core.sequence import FinishReason, SequenceStatus
 from tests.fakes import EOS, POLICIES, continuation, make_engine, make_sequence, run_engine
 
@@ -258,7 +258,7 @@ def test_any_schedule_gives_the_same_tokens_and_true_statistics(
         block_size=block_size,
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
-        prefixes=PrefixCache(block_size, digest=digest),
+        digest=digest,
     )
     sequences = []
     for i in range(random_.randint(1, 9)):
