@@ -120,8 +120,9 @@ LINES = {
     "model.path=./nope": "model.path=./nope: no such folder (a Hub repo id looks like org/name or org/name@revision)",
     "model.path=.": "model.path=.: config.json: no such file; a model folder needs it",
     "sampling=0.5": "sampling=0.5: must be the name of a choice, not a number",
-    "model=org/repo": "model=org/repo: no such choice "
-    "(there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, scribe, tiny); a folder or Hub repo is model.path=org/repo",
+    "model=org/repo": "model=org/repo: no such choice (there are: gpt2, gpt2-large, gpt2-medium, gpt2-xl, "
+    "llama-3.2-1b, qwen2.5-0.5b, qwen2.5-1.5b, qwen3-0.6b, qwen3-1.7b, scribe, smollm2, smollm2-1.7b, smollm2-360m, "
+    "tiny, tinyllama); a folder or Hub repo is model.path=org/repo",
     "foo": "foo: a setting is written key=value",
     "--foo": "unrecognized arguments: --foo (see --help)",
     "data=a,b.jsonl": "data=a,b.jsonl: a comma makes a sweep, which needs -m; as one text: data='\"a,b.jsonl\"'; "
