@@ -25,6 +25,7 @@ SPECULATIVE = ("off", "ngram")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8")
 STDIN = "-"
+JSON_LINES = "json"
 _OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column": "sampling"}
 _POOL_SIZE = re.compile(r"([0-9]+)(tok|KiB|MiB|GiB|TiB)?")
 _ENGINE_NUMBERS = {
@@ -50,7 +51,7 @@ _JOB_NUMBERS = {
 _NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
 _TEXTS = ("output", "resume", "prompt_column", "id_column", "template", "sampling_column", "ray_address")
 _CHAT_TEXTS = ("messages_column", "system")
-_FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "progress", "report")
+_FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -189,7 +190,7 @@ class JobConfig(EngineConfig):
     on_error: str = "row"
     max_errors: int | None = None
     dry_run: bool = False
-    progress: bool = True
+    progress: Any = True
     report: bool = False
     commit_every: int = 256
     commit_every_s: float = 30.0
@@ -219,6 +220,8 @@ class JobConfig(EngineConfig):
                 raise ConfigError(key, "''", "must not be empty; leave it out for its default")
         for key in _FLAGS:
             boolean(key, getattr(self, key))
+        if not isinstance(self.progress, bool) and self.progress != JSON_LINES:
+            raise ConfigError("progress", self.progress, f"must be true, false or {JSON_LINES}")
         _check_shard(self.shard, self.num_shards)
         _check_input(self)
         one_of("order", self.order, ORDERS)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from ember.config import JobConfig
+from ember.config import JSON_LINES, JobConfig
 from ember.core.stats import StepStats
 from ember.data.done import read_parts
 from ember.data.folder import OutputFolder
@@ -75,7 +75,12 @@ class Recorder:
         self._completions = self._writer(self._folder.completions, completions_schema(self._columns), self._format())
         self._steps = self._writer(self._folder.steps, STEPS_SCHEMA, ParquetFormat())
         num_rows = self.work.share.num_rows
-        self._bar = ProgressBar(num_rows, self.config.progress, initial_rows=self._counts.num_rows_done)
+        self._bar = ProgressBar(
+            num_rows,
+            self.config.progress is not False,
+            json_lines=self.config.progress == JSON_LINES,
+            initial_rows=self._counts.num_rows_done,
+        )
         try:
             with self._steps, self._completions:
                 complete = compute()

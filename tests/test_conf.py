@@ -21,8 +21,10 @@ from ember.sampling_params import SamplingParams
 
 CONF, JOBS = shipped("conf"), shipped("jobs")
 JOB_NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
-SWEEPS = {"cache_sweep": 6, "continuous_vs_static": 3}
-"""Jobs of a sweep."""
+SWEEPS = {"cache_sweep": 6}
+"""Jobs of a sweep that is run whole."""
+STUDIES = {"paper_waste", "continuous_vs_static", "preemption_cost", "prefix_sharing", "chunked_prefill", "pool_size"}
+"""Sweeps of which one job is run."""
 ROWS = {"quickstart": 24, "dataset": 20}
 
 
@@ -89,7 +91,8 @@ def test_job_settings_below_run_are_plain(composed: None) -> None:
 @pytest.mark.parametrize("job", JOB_NAMES)
 def test_jobs_run_clean_on_the_embedded_model(job: str, job_folder: Path) -> None:
     """A shipped job with a row over the context, or a column that is gone, would end with 3."""
-    limit = ["limit=6"] if job in SWEEPS else []
+    limit = ["limit=6"] if job in {*SWEEPS, *STUDIES} else []
+    limit += ["hydra.mode=RUN"] if job in STUDIES else []
     assert ember.run.main(["-cn", job, "output=out", "progress=false", "sampling.max_tokens=8", *limit]) == 0
     folders = sorted((job_folder / "out").iterdir()) if job in SWEEPS else [job_folder / "out"]
     assert len(folders) == SWEEPS.get(job, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import pty
 
 import pytest
@@ -177,3 +178,19 @@ def test_an_update_that_is_not_due_does_nothing():
         bar.update(i, i, STATS)
     assert stream.writes == before
     bar.close()
+
+
+def test_json_lines_for_machines():
+    """Each line alone is an object, also on a terminal, with nothing of the bar between; the last one says so."""
+    clock, stream = Clock(), Terminal()
+    bar = ProgressBar(4, True, stream, json_lines=True, initial_rows=1, clock=clock)
+    for rows in (1, 2, 3):
+        clock.now += 0.8
+        bar.update(rows, 10 * rows, STATS)
+    bar.close()
+    first, last = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert (first["event"], first["rows_done"], first["rows_total"], first["elapsed_s"]) == ("progress", 2, 4, 1.6)
+    assert first["left_s"] == pytest.approx(3.2)
+    assert (last["event"], last["rows_done"], last["output_tokens"]) == ("end", 3, 30)
+    assert last["tokens_per_s"] == pytest.approx(30 / 2.4, abs=1e-3)
+    assert (last["num_running"], last["blocks_used"], last["blocks_total"]) == (3, 6, 8)

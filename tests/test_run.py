@@ -89,7 +89,7 @@ LINES = {
     f"sampling.max_tokens={10**22}": f"sampling.max_tokens={10**22}: too large; the most is {2**63 - 1}",
     "sampling.stop_token_ids=[5,99999]": "sampling.stop_token_ids=[99999]: the model's vocabulary ends at 4095",
     "limit=abc": "limit=abc: must be a whole number, or null",
-    "progress=perhaps": "progress=perhaps: must be true or false",
+    "progress=perhaps": "progress=perhaps: must be true, false or json",
     "pool_size=0": "pool_size=0: must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto",
     "scheduler=foo": "scheduler=foo: must be one of prefill_first, mixed, static",
     "scheduler=[a]": "scheduler=[a]: must be text",
@@ -176,7 +176,8 @@ def test_an_unknown_job_lists_the_shipped_and_own_ones(
     own_job("own", "")
     own_job("other", "", job_folder / "elsewhere")
     assert mistake(["-cd", "elsewhere", "-cn", "nope"]) == (
-        "no job named nope (there are: cache_sweep, continuous_vs_static, dataset, other, own, quickstart; "
+        "no job named nope (there are: cache_sweep, chunked_prefill, continuous_vs_static, dataset, other, own, "
+        "paper_waste, pool_size, preemption_cost, prefix_sharing, quickstart; "
         "other folders: -cd FOLDER -cn NAME)"
     )
     assert mistake(["-cd", "nowhere", "-cn", "nope"]) == (
@@ -205,7 +206,7 @@ FILES = {
     f"{BASE}model.path: x": "own.yaml: model.path: in a file it is written model: {path: VALUE}",
     f"{BASE}schema: [a]": "own.yaml: schema=['a']: must be a mapping, {name: value}",
     f"{BASE}force: 1": "own.yaml: force=1: must be true or false",
-    f"{BASE}progress: 2.0": "own.yaml: progress=2.0: must be true or false",
+    f"{BASE}progress: 2.0": "progress=2.0: must be true, false or json",
     f"{BASE}sampling: {{ignore_eos: 0}}": "own.yaml: sampling.ignore_eos=0: must be true or false",
     f"{BASE}sampling: {{stop_token_ids: [abc]}}": "own.yaml: sampling.stop_token_ids[0]=abc: must be a list of whole "
     "numbers, [1, 2]",

@@ -4,8 +4,8 @@ HELP = """\
 ember runs a language model over a file of prompts and writes completions and statistics to Parquet.
 
   ember KEY=VALUE ...         run a job; python -m ember.run does the same
-  ember -cn JOB KEY=VALUE ... run a job file: quickstart, dataset, cache_sweep, continuous_vs_static, or your own
-                              in ./jobs; in another folder: -cd FOLDER -cn JOB
+  ember -cn JOB KEY=VALUE ... run a job file: quickstart, dataset, cache_sweep, pool_size, paper_waste, ..., or your
+                              own in ./jobs; in another folder: -cd FOLDER -cn JOB
   ember -m KEY=A,B,C ...      run a job for every value
   ember resume=OUTPUT         go on with the job of an output folder
   ember export OUTPUT --to rows.jsonl

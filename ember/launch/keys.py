@@ -13,6 +13,7 @@ NO_BASE = "the job file does not build on ember's settings: begin it with `defau
 _BY_HAND = {
     "data": "a file, folder or glob, or a list of them",
     "sampling.stop": "text, or a list of texts",
+    "progress": "true, false or json",
     "sampling.logit_bias": "a mapping of token ids to numbers in [-100, 100]",
     "sampling.bad_words": "a list of texts",
     "sampling.json_schema": "a JSON schema: a mapping, or its text; or null",
