@@ -19,14 +19,12 @@ from ember.data.summary import SummaryBuilder
 from ember.data.text import without_credentials
 from ember.data.work import Share, Work
 from ember.data.writer import SCHEMA_VERSION, completions_schema
-from ember.entrypoints.plan import EnginePlan
+from ember.entrypoints.job_plan import JobPlan
 from ember.errors import UserError
 from ember.fingerprint import fingerprint
 
 
-def claim(
-    config: JobConfig, plan: EnginePlan, reader: PromptReader, folder: OutputFolder, counts: SummaryBuilder
-) -> Work:
+def claim(config: JobConfig, plan: JobPlan, reader: PromptReader, folder: OutputFolder, counts: SummaryBuilder) -> Work:
     """Check the output's manifest, or write it in a new output; the rows that are left to do.
 
     Args:
@@ -48,7 +46,7 @@ def claim(
     return _left(config, reader.num_rows, folder, counts)
 
 
-def foresee(config: JobConfig, plan: EnginePlan, reader: PromptReader, folder: OutputFolder) -> Work:
+def foresee(config: JobConfig, plan: JobPlan, reader: PromptReader, folder: OutputFolder) -> Work:
     """What `claim` would find; nothing is changed, and `folder` need not exist nor be locked.
 
     Raises:
@@ -108,12 +106,11 @@ def _refuse_parts(folder: OutputFolder, output: str) -> None:
         raise UserError(f"output={output} holds completions but no manifest.json; choose another output")
 
 
-def _facts(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> dict[str, Any]:
+def _facts(config: JobConfig, plan: JobPlan, reader: PromptReader) -> dict[str, Any]:
     return {
         "ember_version": ember.__version__,
         "schema_version": SCHEMA_VERSION,
-        "model": plan.folder.name,
-        "model_folder": str(plan.folder.path),
+        **plan.facts(),
         "data": [without_credentials(file) for file in reader.files],
         "num_input_rows": reader.num_rows,
         "schema": encoded_schema(completions_schema(reader.schema)),

@@ -6,6 +6,7 @@ import datetime
 import re
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from ember.checks import MOST, at_least, boolean, one_of, real, whole
 from ember.errors import ConfigError
@@ -19,6 +20,7 @@ FORMATS = ("auto", "openai_batch")
 OUTPUT_FORMATS = ("parquet", "jsonl", "openai_batch")
 ORDERS = ("input", "prefix")
 RUNNERS = ("local", "ray")
+ENGINES = ("local", "http")
 WEIGHTS = ("auto", "int8", "fp16")
 DETERMINISTIC = ("auto", "require")
 SPECULATIVE = ("off", "ngram")
@@ -46,10 +48,21 @@ _JOB_NUMBERS = {
     "num_engines": (1, 10_000),
     "max_engines": (1, 10_000),
     "cpus_per_engine": (1, 10_000),
+    "concurrency": (1, 10_000),
+    "max_retries": (0, 1000),
 }
 """The least and the most of each whole number."""
 _NULLABLE = ("num_threads", "max_model_len", "limit", "max_errors", "max_engines", "cpus_per_engine")
-_TEXTS = ("output", "resume", "prompt_column", "id_column", "template", "sampling_column", "ray_address")
+_TEXTS = (
+    "output",
+    "resume",
+    "prompt_column",
+    "id_column",
+    "template",
+    "sampling_column",
+    "ray_address",
+    "served_model",
+)
 _CHAT_TEXTS = ("messages_column", "system")
 _FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -201,6 +214,13 @@ class JobConfig(EngineConfig):
     cpus_per_engine: int | None = None
     gpus_per_engine: float = 0.0
     ray_address: str | None = None
+    engine: str = "local"
+    base_url: str | None = None
+    served_model: str | None = None
+    api_key_variable: str = "OPENAI_API_KEY"
+    concurrency: int = 64
+    max_retries: int = 8
+    request_timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         EngineConfig.__post_init__(self)
@@ -231,6 +251,7 @@ class JobConfig(EngineConfig):
         self.commit_every_s = real("commit_every_s", self.commit_every_s, "must be a number > 0", open_low=True)
         self.grace_s = real("grace_s", self.grace_s, "must be a number of seconds >= 0")
         _check_runner(self)
+        _check_engine(self)
 
 
 def unescape(text: str) -> str:
@@ -307,3 +328,26 @@ def _check_runner(config: JobConfig) -> None:
     if config.runner == "local" and max(config.num_engines, config.max_engines or 1) > 1:
         key = "num_engines" if config.num_engines > 1 else "max_engines"
         raise ConfigError(key, getattr(config, key), "needs runner=ray; runner=local has one engine")
+
+
+def _check_engine(config: JobConfig) -> None:
+    one_of("engine", config.engine, ENGINES)
+    config.request_timeout_s = real("request_timeout_s", config.request_timeout_s, "must be > 0", open_low=True)
+    if config.engine == "local":
+        for key in ("base_url", "served_model"):
+            if getattr(config, key) is not None:
+                raise ConfigError(key, getattr(config, key), "needs engine=http")
+        return
+    url = urlsplit(config.base_url or "")
+    if url.scheme not in ("http", "https") or not url.netloc or "@" in url.netloc or url.query or url.fragment:
+        allowed = "must be a server's URL, as http://localhost:8000/v1; a key goes into the environment"
+        raise ConfigError("base_url", None if config.base_url is None else url.hostname, allowed)
+    if (config.model.path, config.model.name) != (None, ModelConfig().name):
+        raise ConfigError("model", config.model.path or config.model.name, "engine=http takes served_model=ID instead")
+    if config.runner != "local":
+        raise ConfigError("runner", config.runner, "engine=http needs runner=local")
+    for key in ("allow_special_tokens", "chat_template", "chat_date"):
+        if getattr(config, key):
+            raise ConfigError(key, getattr(config, key), "is the server's to decide; not with engine=http")
+    if config.sampling.max_tokens is None:
+        raise ConfigError("sampling.max_tokens", None, "engine=http needs a number; servers have their own default")

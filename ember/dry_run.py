@@ -11,6 +11,7 @@ from ember.data.folder import OutputFolder
 from ember.data.reader import PromptReader, PromptRow
 from ember.data.work import Work
 from ember.entrypoints.admission import Admission
+from ember.entrypoints.job_plan import JobPlan
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError
 from ember.model.conversation import Conversation
@@ -21,7 +22,7 @@ _CHARS_SHOWN = 200
 _TOKENS_SHOWN = 20
 
 
-def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None:
+def show_plan(config: JobConfig, plan: JobPlan, reader: PromptReader) -> None:
     """Print the resolved job. Nothing is computed, no file of `output` is touched, no weights are read.
 
     Raises:
@@ -29,7 +30,10 @@ def show_plan(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> None
     """
     folder = None if config.output is None else OutputFolder(config.output, config.shard, config.num_shards)
     work = None if folder is None else foresee(config, plan, reader, folder)
-    _show_engine(config, plan)
+    if isinstance(plan, EnginePlan):
+        _show_engine(config, plan)
+    else:
+        print("".join(f"{key:<12}{value}\n" for key, value in plan.settings().items()), end="")
     num_rows = reader.num_rows if config.limit is None else min(config.limit, reader.num_rows)
     print(f"data    {num_rows:,} rows in {len(reader.files)} file(s): {', '.join(map(shown_path, reader.files[:3]))}")
     print(f"columns passed through: {', '.join(reader.schema.names) or 'none'}")
@@ -67,11 +71,13 @@ def _state(config: JobConfig, work: Work, folder: OutputFolder) -> str:
     return f"{done}, nothing to do" if work.num_done == work.share.num_rows else f"{done}, the job would go on"
 
 
-def _describe(row: PromptRow, config: JobConfig, plan: EnginePlan) -> str:
-    admission = Admission(plan)
+def _describe(row: PromptRow, config: JobConfig, plan: JobPlan) -> str:
     try:
         params = row_params(row, config)
         assert row.prompt is not None
+        if not isinstance(plan, EnginePlan):  # only the server can count
+            return _shown(row.prompt.text if isinstance(row.prompt, Conversation) else row.prompt)
+        admission = Admission(plan)
         prompt: str | list[int]
         if isinstance(row.prompt, Conversation):
             chat = admission.chat_prompt(row.prompt)

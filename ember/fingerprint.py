@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ember.config import JobConfig
 from ember.data.hashes import FileHashes
-from ember.entrypoints.plan import EnginePlan
+from ember.entrypoints.job_plan import JobPlan
 
 RESULT_VERSION = 3
 """Goes up when the same settings would give other tokens or other rows."""
 
-MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 
-
-def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: FileHashes) -> dict[str, Any]:
+def fingerprint(config: JobConfig, plan: JobPlan, files: list[str], hashes: FileHashes) -> dict[str, Any]:
     """The record: content of the model's and the data's files, and every setting that can change a row.
 
     Paths are not in it, so a moved folder resumes; neither is what can't change a token.
@@ -24,17 +21,10 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
     Raises:
         UserError: a file can't be read.
     """
-    model = {f"model.{path.name}": hashes.of(path) for path in _model_files(plan.folder.path)}
     sampling = {f"sampling.{key}": value for key, value in asdict(config.sampling).items() if key != "seed"}
     return {
         "result_version": RESULT_VERSION,
-        **model,
-        "dtype": plan.dtype_name,
-        "weights": config.weights,
-        "kv_dtype": plan.kv_dtype_name,
-        "attention": plan.attention,
-        "device": plan.device.type,
-        "max_model_len": plan.max_model_len,
+        **plan.identity(hashes),
         **sampling,
         "seed": config.seed,
         "template": config.template,
@@ -55,7 +45,3 @@ def fingerprint(config: JobConfig, plan: EnginePlan, files: list[str], hashes: F
         "output_format": config.output_format,
         "data": [hashes.of(file) for file in files],
     }
-
-
-def _model_files(folder: Path) -> list[Path]:
-    return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})

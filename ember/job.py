@@ -22,6 +22,7 @@ from ember.data.summary import JobStatus, JobSummary, SummaryBuilder
 from ember.data.work import Work
 from ember.dry_run import show_plan
 from ember.entrypoints.admission import NO_TEMPLATE
+from ember.entrypoints.job_plan import JobPlan
 from ember.entrypoints.llm import LLM
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError
@@ -73,6 +74,12 @@ def _run(config: JobConfig) -> JobSummary:
                     from ember.runners.ray import run_on_ray
 
                     return run_on_ray(recorder, reader, begin)
+                if config.engine == "http":
+                    from ember.runners.http import HttpJob
+
+                    remote = HttpJob(recorder, work.rows(reader))
+                    return recorder.run(remote.run, load_s=time.perf_counter() - begin)
+                assert isinstance(plan, EnginePlan)
                 with interrupts.breakable(after=1):
                     llm = LLM.from_plan(plan)
                 job = Job(recorder, work.rows(reader), llm)
@@ -84,7 +91,11 @@ def _run(config: JobConfig) -> JobSummary:
             )
 
 
-def _plan(config: JobConfig) -> EnginePlan:
+def _plan(config: JobConfig) -> JobPlan:
+    if config.engine == "http":
+        from ember.runners.remote_plan import RemotePlan
+
+        return RemotePlan.resolve(config)
     plan = EnginePlan.resolve(config)
     try:
         plan.check_sampling(config.sampling)
@@ -110,7 +121,7 @@ def _read(config: JobConfig) -> PromptReader:
     return reader
 
 
-def _dry_run(config: JobConfig, plan: EnginePlan, run_id: str) -> JobSummary:
+def _dry_run(config: JobConfig, plan: JobPlan, run_id: str) -> JobSummary:
     with stdin_as_file(config, None) as source:
         reader = _read(source)
         show_plan(config, plan, reader)

@@ -26,7 +26,7 @@ from ember.data.store import Store
 from ember.data.summary import JobStatus, JobSummary, SummaryBuilder, final_table
 from ember.data.work import Work
 from ember.data.writer import STEPS_SCHEMA, PartWriter, completions_schema, step_row
-from ember.entrypoints.plan import EnginePlan
+from ember.entrypoints.job_plan import JobPlan
 from ember.errors import JobError, UserError
 from ember.interrupt import Interrupts
 from ember.progress import ProgressBar
@@ -44,7 +44,7 @@ class Recorder:
     def __init__(
         self,
         config: JobConfig,
-        plan: EnginePlan,
+        plan: JobPlan,
         work: Work,
         folder: OutputFolder,
         columns: pa.Schema,
@@ -146,7 +146,7 @@ class Recorder:
         return (self.work.share.within(keys) for _, keys in parts)
 
     def _format(self) -> PartFormat:
-        return part_format(self.config.output_format, model=self.plan.folder.name, created=int(time.time()))
+        return part_format(self.config.output_format, model=self.plan.model_name, created=int(time.time()))
 
     def _writer(self, folder: Store, schema: pa.Schema, form: PartFormat) -> PartWriter:
         every, every_s, prefix = self.config.commit_every, self.config.commit_every_s, self._folder.part_prefix
@@ -162,19 +162,7 @@ class Recorder:
             load_s=self._load_s,
             block_size=self.config.block_size,
             signum=self.interrupts.signum,
-            settings={
-                "model": plan.folder.name,
-                "device": str(plan.device),
-                "dtype": plan.dtype_name,
-                "weights": plan.dtype_name if self.config.weights == "auto" else self.config.weights,
-                "kv_dtype": plan.kv_dtype_name,
-                "num_threads": plan.num_threads,
-                "attention": plan.attention,
-                "scheduler": self.config.scheduler,
-                **({} if self.config.speculative == "off" else {"speculative": self.config.speculative}),
-                "pool_size": self.config.pool_size,
-                **({} if self.config.runner == "local" else {"runner": self.config.runner}),
-            },
+            settings=plan.settings() | ({} if self.config.runner == "local" else {"runner": self.config.runner}),
         )
         summary.deterministic, summary.deterministic_why = plan.why_not_exact is None, plan.why_not_exact
         return summary
@@ -194,8 +182,8 @@ def _completion_row(row: PromptRow, output: RequestOutput, sample: CompletionOut
         "stop_reason": None if sample.stop_reason is None else str(sample.stop_reason),
         "error": None if sample.error is None else f"{sample.error_kind}: {row.where}: {sample.error}",
         "seed": output.seed,
-        "num_prompt_tokens": len(output.prompt_token_ids),
-        "num_output_tokens": len(sample.token_ids),
+        "num_prompt_tokens": output.num_prompt_tokens,
+        "num_output_tokens": sample.num_tokens,
         "num_cached_tokens": sample.num_cached_tokens,
         "num_preemptions": sample.num_preemptions,
         "queue_s": sample.queue_s,

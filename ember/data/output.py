@@ -22,6 +22,7 @@ class CompletionOutput:
         stop_reason: the stop string or stop token id; None for EOS, length and errors.
         error, error_kind: why it could not run, and that in one word to count by; None otherwise.
         queue_s, ttft_s, latency_s: seconds from arrival to admission, first token and end; None if never reached.
+        counted_tokens: output tokens as a server counts them that does not name their ids.
     """
 
     index: int
@@ -36,6 +37,12 @@ class CompletionOutput:
     queue_s: float | None = None
     ttft_s: float | None = None
     latency_s: float | None = None
+    counted_tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens."""
+        return len(self.token_ids) or self.counted_tokens or 0
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class RequestOutput:
         outputs: its samples in order; of a job's step, those that finished in it.
         num_samples: how many it has in all.
         finished: whether none is still to come.
+        counted_tokens: tokens of the prompt as a server counts them that does not name their ids.
     """
 
     request_id: int
@@ -57,6 +65,12 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_samples: int = 1
     finished: bool = True
+    counted_tokens: int | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_token_ids) or self.counted_tokens or 0
 
     @property
     def text(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
+from ember.data.hashes import FileHashes
 from ember.errors import ConfigError, UserError
 from ember.model.chat_template import ChatTemplate
 from ember.model.gpt2_config import GPT2Config
@@ -20,6 +23,9 @@ from ember.model.tokenizer import Tokenizer
 from ember.model.tokenizer_folder import load_tokenizer
 from ember.sampling_params import SamplingParams
 from ember.threads import check_threads
+
+MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
+"""What of a model's folder its results depend on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,44 @@ class EnginePlan:
             chat=chat,
         )
 
+    @property
+    def model_name(self) -> str:
+        """The model as the user calls it."""
+        return self.folder.name
+
+    def identity(self, hashes: FileHashes) -> dict[str, Any]:
+        """See `JobPlan`: the content of the model's files, not their place, and all that can change a token."""
+        model = {f"model.{path.name}": hashes.of(path) for path in _model_files(self.folder.path)}
+        return {
+            **model,
+            "dtype": self.dtype_name,
+            "weights": self.config.weights,
+            "kv_dtype": self.kv_dtype_name,
+            "attention": self.attention,
+            "device": self.device.type,
+            "max_model_len": self.max_model_len,
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """See `JobPlan`."""
+        return {"model": self.model_name, "model_folder": str(self.folder.path)}
+
+    def settings(self) -> dict[str, Any]:
+        """See `JobPlan`."""
+        config = self.config
+        return {
+            "model": self.model_name,
+            "device": str(self.device),
+            "dtype": self.dtype_name,
+            "weights": self.dtype_name if config.weights == "auto" else config.weights,
+            "kv_dtype": self.kv_dtype_name,
+            "num_threads": self.num_threads,
+            "attention": self.attention,
+            "scheduler": config.scheduler,
+            **({} if config.speculative == "off" else {"speculative": config.speculative}),
+            "pool_size": config.pool_size,
+        }
+
     def check_sampling(self, params: SamplingParams) -> None:
         """Nothing, if the model has all tokens that the parameters name or ask for.
 
@@ -130,6 +174,10 @@ class EnginePlan:
     def kv_dtype_name(self) -> str:
         """The pool's dtype as in the settings: float32, bfloat16, float16 or int8."""
         return str(self.kv_shape.dtype).removeprefix("torch.")
+
+
+def _model_files(folder: Path) -> list[Path]:
+    return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
 
 
 def _tokenizer(folder: ModelFolder, network: NetworkConfig) -> Tokenizer:

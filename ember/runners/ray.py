@@ -48,11 +48,13 @@ def run_on_ray(recorder: Recorder, reader: PromptReader, begin: float) -> JobSum
     Raises:
         UserError: Ray is not installed or not reachable, or a worker can't load the model.
     """
-    _check_device(recorder.config, recorder.plan)
+    plan = recorder.plan
+    assert isinstance(plan, EnginePlan)
+    _check_device(recorder.config, plan)
     with cluster(recorder.config) as ray:
         patience = most_engines(recorder.config) + DEATHS
         desk = ray.remote(num_cpus=0, max_concurrency=1000)(Desk).options(**_here(ray)).remote(patience)
-        with _Results(_dataset(ray, recorder, reader, desk)) as results:
+        with _Results(_dataset(ray, recorder, plan, reader, desk)) as results:
             job = RayJob(recorder, results, desk)
             return recorder.run(job.run, load_s=time.perf_counter() - begin)
 
@@ -181,7 +183,7 @@ class _Results:
                 self._queue.put(error)
 
 
-def _dataset(ray: Any, recorder: Recorder, reader: PromptReader, desk: Any) -> Any:
+def _dataset(ray: Any, recorder: Recorder, plan: EnginePlan, reader: PromptReader, desk: Any) -> Any:
     """The whole stream, lazily: one task reads chunks, the pool of engines computes them."""
     data = import_ray("ray.data")
     _set_up(data)
@@ -195,7 +197,7 @@ def _dataset(ray: Any, recorder: Recorder, reader: PromptReader, desk: Any) -> A
         RayEngine,
         batch_size=None,
         batch_format="pyarrow",
-        fn_constructor_args=(_spec(ray, config, recorder.plan, cpus), desk),
+        fn_constructor_args=(_spec(ray, config, plan, cpus), desk),
         compute=data.ActorPoolStrategy(
             min_size=config.num_engines,
             max_size=most_engines(config),

@@ -106,8 +106,6 @@ def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         named = re.match(r"body\.(\w+)", str(error))
         message = str(error).removeprefix("body.")
         raise ApiError(400, message, param=named and named[1], code="unsupported_parameter") from None
-    if params.n > 1:
-        raise ApiError(400, f"n={params.n} is not supported; remove it", param="n", code="unsupported_parameter")
     if len(params.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
         limit = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
         raise ApiError(400, limit, param="stop", code="invalid_value")

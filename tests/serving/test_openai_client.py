@@ -41,6 +41,19 @@ def test_many_prompts_answer_in_their_order(client, offline) -> None:
     assert [c.text for c in answer.choices] == [o.text for o in offline]
 
 
+def test_n_choices_a_prompt_are_drawn_as_offline(client) -> None:
+    """Choice i * n + j is sample j of prompt i; a stream tells its choices apart."""
+    params = {"temperature": 1.0, "seed": 11, "n": 3, "max_tokens": 12}
+    offline = LLM(num_threads=1).generate(PROMPTS[:2], SamplingParams(**params))
+    expected = [done.text for output in offline for done in output.outputs]
+    whole = client.completions.create(model="tiny", prompt=PROMPTS[:2], **params)
+    assert [(c.index, c.text) for c in whole.choices] == list(enumerate(expected))
+    texts = [""] * 6
+    for chunk in client.completions.create(model="tiny", prompt=PROMPTS[:2], stream=True, **params):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
 def test_token_ids_are_prompts_too(client, offline) -> None:
     ids = [o.prompt_token_ids for o in offline]
     one = client.completions.create(model="tiny", prompt=ids[1], **PARAMS)
