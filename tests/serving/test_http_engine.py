@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,13 @@ PROMPTS = Path(__file__).resolve().parents[2] / "jobs" / "prompts" / "sample.jso
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_a_folder_of_its_own(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job logs into its folder: taken off again, or a later test's lines would go there."""
     monkeypatch.setattr(openai_client, "FIRST_PAUSE_S", 0.01)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    handlers, level = list(logging.root.handlers), logging.root.level
+    yield
+    logging.root.handlers, logging.root.level = handlers, level
 
 
 def rows(output: str) -> list[dict]:
