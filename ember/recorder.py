@@ -19,6 +19,7 @@ from ember.core.stats import StepStats
 from ember.data.done import read_parts
 from ember.data.folder import OutputFolder
 from ember.data.formats import KEY_COLUMNS, ParquetFormat, PartFormat, part_format
+from ember.data.logprobs import as_rows
 from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.reader import PromptRow
 from ember.data.settings_file import settings_text
@@ -186,6 +187,9 @@ def _completion_row(row: PromptRow, output: RequestOutput, sample: CompletionOut
         "num_output_tokens": sample.num_tokens,
         "num_cached_tokens": sample.num_cached_tokens,
         "num_preemptions": sample.num_preemptions,
+        "cumulative_logprob": sample.cumulative_logprob,
+        "logprobs": as_rows(sample.logprobs),
+        "prompt_logprobs": as_rows(sample.prompt_logprobs),
         "queue_s": sample.queue_s,
         "ttft_s": sample.ttft_s,
         "latency_s": sample.latency_s,

@@ -168,13 +168,15 @@ def test_max_model_len_is_the_limit():
 
 
 def test_stop_token_ids(llm):
-    """The stop token is kept among the ids and in the text, and named."""
+    """The stop token is kept among the ids and named; the text ends before it."""
     stop = GREEDY[4]
     at = GREEDY.index(stop)
     output = one(llm, count=20, stop_token_ids=[stop])
     assert output.token_ids == GREEDY[: at + 1]
     assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, stop)
-    assert output.text == text_of(llm, GREEDY[: at + 1])
+    assert output.text == text_of(llm, GREEDY[:at])
+    shown = one(llm, count=20, stop_token_ids=[stop], include_stop_str_in_output=True)
+    assert shown.text == text_of(llm, GREEDY[: at + 1])
 
 
 def test_eos(llm, monkeypatch):

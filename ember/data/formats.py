@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from ember.data.json_values import from_json_values, to_json_values
 from ember.data.openai_batch import CHAT
+from ember.data.openai_logprobs import Position, chat_logprobs, completion_logprobs
 from ember.errors import UserError
 
 _KEY_SCHEMA = pa.schema(
@@ -258,8 +259,14 @@ def _choice(sample: Record, *, is_chat: bool) -> Record:
         "index": sample["sample_index"],
         **({"message": {"role": "assistant", "content": text}} if is_chat else {"text": text}),
         "finish_reason": sample["finish_reason"],
-        "logprobs": None,
+        "logprobs": _logprobs(sample["logprobs"], is_chat=is_chat),
     }
+
+
+def _logprobs(positions: list[Position] | None, *, is_chat: bool) -> Record | None:
+    if positions is None:
+        return None
+    return chat_logprobs(positions) if is_chat else completion_logprobs(positions)
 
 
 def _batch_error(record: Record) -> dict[str, str]:

@@ -24,23 +24,20 @@ _ASKS = {COMPLETIONS: "prompt", CHAT: "messages"}
 """The key of a body that each URL answers."""
 _SAMPLING = (
     *("max_tokens", "temperature", "top_p", "stop", "seed", "n"),
-    *("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos"),
+    *("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
+    *("prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
 )
-_ACCEPTED = frozenset({"model", "prompt", "messages", "user", "metadata", "store", "max_completion_tokens", *_SAMPLING})
+_TRANSLATED = ("logprobs", "top_logprobs", "response_format", "structured_outputs", "max_completion_tokens")
+_ACCEPTED = frozenset({"model", "prompt", "messages", "user", "metadata", "store", *_TRANSLATED, *_SAMPLING})
 """Keys of a body that are honoured, or that change no completion."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logprobs": (False,),
     "echo": (False,),
     "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "stream": (False,),
     "tools": ([],),
     "tool_choice": ("none",),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
 }
 """Values that ask for nothing; null never does."""
@@ -104,12 +101,42 @@ def request_sampling(values: dict[str, Any]) -> dict[str, Any]:
         if key not in _ACCEPTED and value is not None and not _is_neutral(key, value):
             raise RowError(f"body.{one_line(key, 60)}={_shown(value)} is not supported; remove it")
     settings = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
+    settings |= _logprobs(body) | _output_form(body)
     longest = body.get("max_completion_tokens")
     if longest is not None and settings.setdefault("max_tokens", longest) != longest:
         raise RowError("body.max_tokens and body.max_completion_tokens differ; remove one")
     if not is_json_encodable(settings):
         raise RowError("the sampling settings hold a lone surrogate, which is no text")
     return settings
+
+
+def _logprobs(body: dict[str, Any]) -> dict[str, Any]:
+    """A completion's `logprobs` is a number; a chat's is true, beside a number that is `top_logprobs`."""
+    asked, most = body.get("logprobs"), body.get("top_logprobs")
+    if most is not None and asked is not True:
+        raise RowError("body.top_logprobs needs logprobs=true")
+    if asked is True:
+        return {"logprobs": 0 if most is None else most}
+    return {} if asked is None or asked is False else {"logprobs": asked}
+
+
+def _output_form(body: dict[str, Any]) -> dict[str, Any]:
+    """OpenAI's `response_format`, or vLLM's `structured_outputs`, as the setting that does it."""
+    given, ours = body.get("response_format"), body.get("structured_outputs")
+    if ours is not None:
+        names = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+        if given is not None or not isinstance(ours, dict) or not ours.keys() <= names.keys():
+            raise RowError(f"body.structured_outputs must be an object with one of {', '.join(names)}, alone")
+        return {names[key]: value for key, value in ours.items() if value is not None}
+    if given is None:
+        return {}
+    kind = given.get("type") if isinstance(given, dict) else None
+    schema = given.get("json_schema") if isinstance(given, dict) else None
+    if kind == "json_schema" and isinstance(schema, dict) and isinstance(schema.get("schema"), dict):
+        return {"json_schema": schema["schema"]}
+    if kind not in ("text", "json_object"):
+        raise RowError(f"body.response_format={_shown(given)} is not supported; remove it")
+    return {"json_schema": {"type": "object"}} if kind == "json_object" else {}
 
 
 def _body(values: dict[str, Any]) -> dict[str, Any]:

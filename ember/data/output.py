@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ember.core.sequence import FinishReason, Sequence
+from ember.data.logprobs import PositionLogprobs, by_token
 from ember.errors import RequestError
 from ember.model.decoder import IncrementalDecoder, TokenBytes
+from ember.model.special_tokens import ShowingSpecial
+from ember.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)
@@ -16,11 +19,14 @@ class CompletionOutput:
 
     Attributes:
         index: its number among the prompt's samples.
-        text: the completion, cut before a stop string.
+        text: the completion, cut before a stop string or stop token.
         token_ids: the output tokens, ending with the one that completed the stop (or EOS).
         finish_reason: stop, length or error.
         stop_reason: the stop string or stop token id; None for EOS, length and errors.
         error, error_kind: why it could not run, and that in one word to count by; None otherwise.
+        logprobs: an entry an output token; None unless asked for.
+        cumulative_logprob: the sum of its tokens' log-probabilities; None unless they are kept.
+        prompt_logprobs: an entry a prompt token, None for the first; None unless asked for.
         queue_s, ttft_s, latency_s: seconds from arrival to admission, first token and end; None if never reached.
         counted_tokens: output tokens as a server counts them that does not name their ids.
     """
@@ -32,6 +38,9 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
     error_kind: str | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     queue_s: float | None = None
@@ -103,6 +112,21 @@ class RequestOutput:
         return self.outputs[0].error_kind
 
     @property
+    def logprobs(self) -> list[PositionLogprobs] | None:
+        """Those of the first sample's tokens."""
+        return self.outputs[0].logprobs
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """The sum over the first sample's tokens."""
+        return self.outputs[0].cumulative_logprob
+
+    @property
+    def prompt_logprobs(self) -> list[PositionLogprobs | None] | None:
+        """Those of the prompt's tokens."""
+        return self.outputs[0].prompt_logprobs
+
+    @property
     def num_cached_tokens(self) -> int:
         """Tokens of the first sample's prompt that came from the cache."""
         return self.outputs[0].num_cached_tokens
@@ -139,15 +163,18 @@ class RequestOutput:
 class OutputProcessor:
     """Text of every live sequence: decodes as tokens come, finds stop strings, builds the CompletionOutput."""
 
-    def __init__(self, tokenizer: TokenBytes) -> None:
+    def __init__(self, tokenizer: TokenBytes, special: Mapping[str, int] | None = None) -> None:
         self._tokenizer = tokenizer
+        self._showing_special = ShowingSpecial(tokenizer, special or {})
         self._live: dict[int, _LiveText] = {}
 
     def add(self, sequence: Sequence) -> None:
         """Follow a sequence from its first token on."""
         params = sequence.params
-        decoder = IncrementalDecoder(self._tokenizer, sequence.token_ids[: sequence.num_prompt_tokens])
-        self._live[sequence.request_id] = _LiveText(decoder, params.stop, params.min_tokens)
+        tokenizer = self._tokenizer if params.skip_special_tokens else self._showing_special
+        decoder = IncrementalDecoder(tokenizer, sequence.token_ids[: sequence.num_prompt_tokens])
+        hidden = frozenset[int]() if params.include_stop_str_in_output else sequence.stop_ids
+        self._live[sequence.request_id] = _LiveText(decoder, params, hidden)
 
     def push(self, request_id: int, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if any."""
@@ -168,12 +195,26 @@ class OutputProcessor:
             stop_reason=sequence.stop_reason,
             error=None if sequence.error is None else str(sequence.error),
             error_kind=None if sequence.error is None else sequence.error.kind,
+            logprobs=self._logprobs(sequence),
+            cumulative_logprob=sequence.cumulative_logprob,
+            prompt_logprobs=self._prompt_logprobs(sequence),
             num_cached_tokens=sequence.num_cached_tokens,
             num_preemptions=sequence.num_preemptions,
             queue_s=_since(sequence, sequence.admitted_s),
             ttft_s=_since(sequence, sequence.first_token_s),
             latency_s=_since(sequence, sequence.finished_s),
         )
+
+    def _logprobs(self, sequence: Sequence) -> list[PositionLogprobs] | None:
+        if sequence.params.logprobs is None:
+            return None
+        return [by_token(entry, self._showing_special) for entry in sequence.logprobs]
+
+    def _prompt_logprobs(self, sequence: Sequence) -> list[PositionLogprobs | None] | None:
+        if sequence.params.prompt_logprobs is None:
+            return None
+        entries = sequence.prompt_logprobs
+        return [None if entry is None else by_token(entry, self._showing_special) for entry in entries]
 
     def discard(self, request_id: int) -> None:
         """Forget a request that was given up."""
@@ -182,24 +223,31 @@ class OutputProcessor:
 
 @dataclass(slots=True)
 class _LiveText:
+    """A token of `hidden` that ends the output does not show."""
+
     decoder: IncrementalDecoder
-    stop: list[str]
-    min_tokens: int
+    params: SamplingParams
+    hidden: frozenset[int]
     num_tokens: int = 0
     cut: int | None = None
 
     def push(self, token_id: int) -> str | None:
         """A stop string counts when its last character comes from a token beyond `min_tokens`."""
         before = len(self.decoder.text)
-        self.decoder.push(token_id)
         self.num_tokens += 1
-        if self.num_tokens <= self.min_tokens or not self.stop:
+        may_end = self.num_tokens > self.params.min_tokens
+        if may_end and token_id in self.hidden:
+            return None
+        self.decoder.push(token_id)
+        if not may_end or not self.params.stop:
             return None
         text = self.decoder.text
-        hits = [(at, s) for s in self.stop if (at := text.find(s, max(0, before - len(s) + 1))) >= 0]
+        starts = [(text.find(s, max(0, before - len(s) + 1)), str(s)) for s in self.params.stop]
+        hits = [(at, stop) for at, stop in starts if at >= 0]
         if not hits:
             return None
-        self.cut, stop = min(hits)
+        start, stop = min(hits)
+        self.cut = start + len(stop) if self.params.include_stop_str_in_output else start
         return stop
 
     def final_text(self) -> str:

@@ -25,6 +25,11 @@ from ember.data.store import Store, cant_write
 
 SCHEMA_VERSION = "2"
 _METADATA = {b"ember.schema_version": SCHEMA_VERSION.encode()}
+_LOGPROBS = pa.list_(
+    pa.list_(
+        pa.struct([("token_id", pa.int32()), ("token", pa.string()), ("logprob", pa.float32()), ("rank", pa.int32())])
+    )
+)
 _COMPLETION_TYPES: dict[str, pa.DataType] = {
     "row_index": pa.int64(),
     "id": pa.string(),
@@ -42,6 +47,9 @@ _COMPLETION_TYPES: dict[str, pa.DataType] = {
     "num_output_tokens": pa.int32(),
     "num_cached_tokens": pa.int32(),
     "num_preemptions": pa.int32(),
+    "cumulative_logprob": pa.float64(),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
     "queue_s": pa.float64(),
     "ttft_s": pa.float64(),
     "latency_s": pa.float64(),

@@ -88,7 +88,7 @@ class LLM:
             proposer=make_proposer(config),
         )
         self.engine = Engine(scheduler, runner, Sampler())
-        self._outputs = OutputProcessor(plan.tokenizer)
+        self._outputs = OutputProcessor(plan.tokenizer, plan.tokenizer.special)
         self._live: dict[int, LiveRequest] = {}
         self._ids = count()  # of sequences in the engine
 

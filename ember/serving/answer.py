@@ -8,6 +8,8 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from ember.data.logprobs import as_rows
+from ember.data.openai_logprobs import completion_logprobs
 from ember.data.output import CompletionOutput
 from ember.entrypoints.generation import Piece
 from ember.serving.call import Call
@@ -63,7 +65,7 @@ class CompletionAnswer:
         choice = {
             "index": index,
             "text": text,
-            "logprobs": None,
+            "logprobs": _logprobs(output),
             "finish_reason": reasons[0],
             "stop_reason": reasons[1],
         }
@@ -83,6 +85,11 @@ class CompletionAnswer:
         cached = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return {**counts, "prompt_tokens_details": cached}
+
+
+def _logprobs(output: CompletionOutput | None) -> dict[str, Any] | None:
+    positions = None if output is None else as_rows(output.logprobs)
+    return None if positions is None else completion_logprobs(positions)
 
 
 def as_json(value: Any) -> bytes:

@@ -58,6 +58,7 @@ class Call:
                 code="too_many_choices",
             )
         stream = _flag(given, "stream")
+        _check_logprobs(params, stream or _flag(given, "echo"))
         return Call(
             prompts=prompts,
             params=params,
@@ -110,6 +111,15 @@ def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         limit = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
         raise ApiError(400, limit, param="stop", code="invalid_value")
     return params
+
+
+def _check_logprobs(params: SamplingParams, in_pieces: bool) -> None:
+    if params.prompt_logprobs is not None:
+        message = "prompt_logprobs is not supported here; a job's rows have them"
+        raise ApiError(400, message, param="prompt_logprobs", code="unsupported_parameter")
+    if params.logprobs is not None and in_pieces:
+        message = "logprobs is not supported with stream or echo; leave one out"
+        raise ApiError(400, message, param="logprobs", code="unsupported_parameter")
 
 
 def _flag(given: dict[str, Any], key: str) -> bool:

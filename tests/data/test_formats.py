@@ -93,8 +93,11 @@ GOOD = {
         "seed": 2**63 - 1,
     },
     **{"num_prompt_tokens": 2, "num_output_tokens": 3, "num_cached_tokens": 0, "num_preemptions": 3, "queue_s": 0.1},
+    **{"cumulative_logprob": -0.1, "prompt_logprobs": None},
+    "logprobs": [[{"token_id": 7, "token": "漢", "logprob": -0.5, "rank": 2}]],
     **{"ttft_s": None, "latency_s": 1e-9, "raw": b"\x00\xff", "nested": {"a": [2**60, None]}},
 }
+LOGPROBS = {"tokens": ["漢"], "token_logprobs": [-0.5], "top_logprobs": [{"漢": -0.5}], "text_offset": [0]}
 BAD = {
     **dict.fromkeys(GOOD),
     **{"row_index": 0, "sample_index": 0, "num_samples": 1, "completion": "", "prompt_token_ids": [], "token_ids": []},
@@ -145,7 +148,7 @@ def test_a_batch_line_is_openais(tmp_path):
                 "object": "text_completion",
                 "created": 1_700_000_000,
                 "model": "tiny",
-                "choices": [{"index": 0, "text": "漢 \u2028", "finish_reason": "length", "logprobs": None}],
+                "choices": [{"index": 0, "text": "漢 \u2028", "finish_reason": "length", "logprobs": LOGPROBS}],
                 "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5},
             },
         },

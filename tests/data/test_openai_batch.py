@@ -60,23 +60,49 @@ def test_request_lines_are_rows(tmp_path):
     ("key", "value"),
     [
         ("best_of", 3),
-        ("logprobs", 0),
+        ("top_logprobs", 3),
         ("echo", True),
         ("suffix", "end"),
-        ("presence_penalty", 0.1),
-        ("frequency_penalty", -1),
-        ("logit_bias", {"50256": -100}),
         ("stream", True),
         ("tools", [{"type": "function"}]),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
+        ("structured_outputs", {"structural_tag": "x"}),
         ("guided_json", {}),
     ],
 )
 def test_what_cannot_be_honoured_is_an_error_that_names_it(tmp_path, key, value):
     """A request with a penalty came back as if it had been served."""
     row = one(tmp_path, **{key: value})
-    assert row.prompt is None and f"body.{key}=" in row.error and "not supported" in row.error
+    assert row.prompt is None and f"body.{key}" in row.error
     assert row.id == "r1" and row.columns["model"] == BODY["model"]
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("body", "sampling"),
+    [
+        ({"logprobs": 5}, {"logprobs": 5}),
+        ({"logprobs": False}, {}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
+        ({"presence_penalty": 0.1, "frequency_penalty": -1}, {"presence_penalty": 0.1, "frequency_penalty": -1}),
+        ({"logit_bias": {"50256": -100}}, {"logit_bias": {"50256": -100}}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json_schema": SCHEMA},
+        ),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, {"choice": ["a", "b"]}),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, {"json_schema": SCHEMA}),
+    ],
+)
+def test_what_has_another_name_is_translated(tmp_path, body, sampling):
+    """A chat's `logprobs` is true, a completion's a number; a schema hides two levels down."""
+    row = one(tmp_path, **body)
+    assert (row.error, row.sampling) == (None, sampling)
 
 
 @pytest.mark.parametrize(

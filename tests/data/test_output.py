@@ -201,3 +201,40 @@ def test_a_discarded_id_can_be_used_again():
     outputs.discard(1)
     outputs.add(sequence)
     assert outputs.finish(sequence).text == ""
+
+
+def test_what_ends_the_output_shows_where_asked():
+    """`include_stop_str_in_output`: the stop string whole, or the stop token, at the end of the text."""
+    for shown, texts in ((False, ("a", "ab")), (True, ("abcd", "abc"))):
+        outputs = OutputProcessor(tokenizer_of(b"ab", b"cde", b"b", b"c"))
+        string = make_sequence(0, 1, 9, stop=["bcd"], include_stop_str_in_output=shown)
+        token = make_sequence(1, 1, 9, stop_token_ids=[3], include_stop_str_in_output=shown)
+        for sequence, tokens in ((string, (0, 1)), (token, (0, 3))):
+            outputs.add(sequence)
+            for token_id in tokens:
+                sequence.token_ids.append(token_id)
+                outputs.push(sequence.request_id, token_id)
+        assert (outputs.finish(string).text, outputs.finish(token).text) == texts
+
+
+def test_a_stop_token_before_min_tokens_shows():
+    """It ends nothing there, so it is text (the sampler keeps it away; a forced one would be lost)."""
+    outputs = OutputProcessor(tokenizer_of(b"a", b"b"))
+    sequence = make_sequence(0, 1, 9, stop_token_ids=[1], min_tokens=2)
+    outputs.add(sequence)
+    for token_id in (1, 0, 1):
+        sequence.token_ids.append(token_id)
+        outputs.push(0, token_id)
+    assert outputs.finish(sequence).text == "ba"
+
+
+def test_special_tokens_show_where_asked():
+    """`skip_special_tokens=false` shows <|x|>; half a character before it is U+FFFD, not glued to it."""
+    for skip, text in ((True, "a"), (False, "a<|x|>")):
+        outputs = OutputProcessor(FakeTokenizer({0: b"a", 9: b""}), {"<|x|>": 9})
+        sequence = make_sequence(0, 1, 9, skip_special_tokens=skip)
+        outputs.add(sequence)
+        for token_id in (0, 9):
+            sequence.token_ids.append(token_id)
+            outputs.push(0, token_id)
+        assert outputs.finish(sequence).text == text

@@ -42,6 +42,9 @@ DESIGN_COMPLETIONS = [
     "num_output_tokens",
     "num_cached_tokens",
     "num_preemptions",
+    "cumulative_logprob",
+    "logprobs",
+    "prompt_logprobs",
     "queue_s",
     "ttft_s",
     "latency_s",
@@ -165,7 +168,15 @@ def test_every_completion_value_comes_back_exactly(tmp_path):
         **{"row_index": 2**40, "id": "a", "sample_index": 1, "num_samples": 2, "prompt": "é\n", "completion": "漢字"},
         **{"prompt_token_ids": [1, 2], "token_ids": [], "finish_reason": "stop", "stop_reason": "\n", "error": None},
         **{"seed": 2**63 - 1, "num_prompt_tokens": 2, "num_output_tokens": 0, "num_cached_tokens": 0},
-        **{"num_preemptions": 3, "queue_s": 0.1, "ttft_s": None, "latency_s": 1e-9, "price": 0.5},
+        **{"cumulative_logprob": -0.1, "logprobs": [[{"token_id": 1, "token": "a", "logprob": -0.5, "rank": 1}]]},
+        **{
+            "prompt_logprobs": [None, []],
+            "num_preemptions": 3,
+            "queue_s": 0.1,
+            "ttft_s": None,
+            "latency_s": 1e-9,
+            "price": 0.5,
+        },
     }
     with PartWriter(LocalStore(tmp_path), schema, commit_every=8, commit_every_s=8) as writer:
         writer.write(dict(full))
