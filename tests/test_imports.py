@@ -48,6 +48,7 @@ LEVELS = {
     "ember.run": 11,
     "ember.entrypoints.inspect": 9,
     "ember.entrypoints.report": 9,
+    "ember.entrypoints.top": 9,
     "ember.entrypoints.cli": 12,
 }
 """A module imports from its own level or below; a name stands for everything under it that has none of its own."""

@@ -11,7 +11,7 @@ from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
 
-_OF_THEIR_OWN = ("export", "inspect", "report")
+_OF_THEIR_OWN = ("export", "inspect", "report", "top")
 """Verbs with a module of their name beside this one, imported when it is asked for."""
 VERBS = ("run", "serve", *_OF_THEIR_OWN, "version")
 

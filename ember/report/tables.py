@@ -47,7 +47,15 @@ class Parts:
         Raises:
             UserError: a part can't be read.
         """
-        return {name: self._of(name, self._count) for name in self.names}
+        return {name: self.num_rows_of(name) for name in self.names}
+
+    def num_rows_of(self, name: str) -> int:
+        """Rows of one part.
+
+        Raises:
+            UserError: it can't be read.
+        """
+        return self._of(name, self._count)
 
     def _read(self, name: str, columns: Sequence[str] | None) -> pa.Table:
         return self._of(name, lambda file: self._columns(file, columns))
