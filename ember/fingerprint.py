@@ -35,7 +35,6 @@ def fingerprint(config: JobConfig, plan: JobPlan, files: list[str], hashes: File
         "messages_column": config.messages_column,
         "chat": config.chat,
         "system": config.system,
-        "chat_template": None if config.chat_template is None else hashes.of(config.chat_template),
         "chat_template_kwargs": dict(config.chat_template_kwargs),
         "chat_date": config.chat_date,
         "sampling_column": config.sampling_column,

@@ -23,6 +23,7 @@ def settings_text(config: JobConfig) -> str:
     kept = {key: value for key, value in asdict(config).items() if key not in ONE_ATTEMPT}
     kept["data"] = [without_credentials(_absolute(item)) for item in config.data]
     kept["output"] = None if config.output is None else _absolute(config.output)
+    kept["chat_template"] = None if config.chat_template is None else _absolute(config.chat_template)
     path = config.model.path
     if path is not None and Path(path).expanduser().is_dir():
         kept["model"]["path"] = _absolute(path)

@@ -118,6 +118,7 @@ class EnginePlan:
             "attention": self.attention,
             "device": self.device.type,
             "max_model_len": self.max_model_len,
+            "chat_template": None if self.config.chat_template is None or self.chat is None else self.chat.digest,
         }
 
     def facts(self) -> dict[str, Any]:

@@ -15,6 +15,9 @@ from typing import Any
 
 from ember.errors import UserError
 
+MOST_DEATHS = 3
+"""Templates that end so many workers in a row would hold up every row of a job for nothing."""
+_TOO_MUCH = "the chat template ran longer, or took more memory, than any should"
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
 
@@ -32,6 +35,7 @@ class ChatProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._pid = 0
+        self._deaths = 0
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text of a template with these variables.
@@ -40,6 +44,8 @@ class ChatProcess:
             UserError: the template is none, refuses the variables, fails, or takes more time or memory than any should.
         """
         with self._lock:
+            if self._deaths >= MOST_DEATHS:
+                raise UserError(f"{_TOO_MUCH}; it did so {MOST_DEATHS} times in a row and is not tried again")
             if self._process is None or self._pid != os.getpid():  # a forked process must not share its parent's pipes
                 self._start()
             return self._ask(variables)
@@ -80,7 +86,10 @@ class ChatProcess:
             answer = ""
         if not answer:
             self.close()
-            raise UserError("the chat template ran longer, or took more memory, than any should")
+            self._deaths += 1
+            raise UserError(_TOO_MUCH)
+        if question is not self._setup:
+            self._deaths = 0
         reply = json.loads(answer)
         if "error" in reply:
             if question is self._setup:

@@ -7,6 +7,7 @@ template's own beginning of an answer.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,10 @@ class ChatTemplate:
         source: Jinja.
         kwargs: further variables for it (`enable_thinking=False`).
         now: an ISO date for `strftime_now`; None: the template has no such function.
+
+    Attributes:
+        digest: the source's SHA-256.
+        stop_ids: the tokenizer's own EOS, which ends an answer whatever the network's settings say.
     """
 
     def __init__(
@@ -47,6 +52,7 @@ class ChatTemplate:
         now: str | None = None,
     ) -> None:
         self.source = source
+        self.digest = hashlib.sha256(source.encode()).hexdigest()
         self._tokenizer = tokenizer
         self._marks = ContentMarks(tokenizer.special)
         self._variables = {"tools": None, "documents": None, **settings.named, **(kwargs or {})}

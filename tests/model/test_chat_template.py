@@ -145,6 +145,13 @@ def test_a_template_that_never_ends_is_ended() -> None:
     with pytest.raises(UserError, match="longer"):
         process.render({"slow": True})
     assert process.render({"slow": False}) == "ok"
+    for _ in range(3):
+        with pytest.raises(UserError, match="longer"):
+            process.render({"slow": True})
+    with pytest.raises(UserError, match="not tried again"):
+        process.render({"slow": False})
+    process = ChatProcess(source, None)
+    assert process.render({"slow": False}) == "ok"
     running = process._process
     process.close()
     assert isinstance(running, subprocess.Popen) and running.poll() is not None
