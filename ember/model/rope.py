@@ -27,7 +27,7 @@ class Rope:
 
     Attributes:
         theta: the base; frequency[d] = theta^(-2d / D) before scaling.
-        kind: default, linear, dynamic, llama3 or yarn.
+        kind: default, linear, dynamic, llama3, yarn or factors.
         factor: by how much the context is stretched.
         original: the context of the training.
         low_freq_factor, high_freq_factor: llama3's; waves longer than original / low are stretched, those shorter than
@@ -35,6 +35,7 @@ class Rope:
         beta_fast, beta_slow, truncate: yarn's; rotations within `original` from which on, up to which a frequency is
             kept, or stretched; whether the dimensions of these are rounded outwards.
         magnitude: factor on cos and sin (yarn's attention factor).
+        factors: by how much each frequency is divided (as GGUF files say it).
     """
 
     theta: float
@@ -47,6 +48,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True
     magnitude: float = 1.0
+    factors: tuple[float, ...] = ()
 
     @staticmethod
     def from_json(data: Mapping[str, Any], default_theta: float, max_position: int) -> Rope:
@@ -82,6 +84,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "default": (),
         "linear": ("factor",),
+        "factors": ("factors",),
         "dynamic": ("factor",),
         "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
         "yarn": (
@@ -106,7 +109,7 @@ def _parse(given: Mapping[str, Any], default_theta: float, max_position: int) ->
         if key not in (*_KEYS[kind], "rope_theta", "rope_type", "type") and value is not None and not whole_head:
             raise ConfigError(key, show(value), f"is not supported with rope_type {kind}")
     original = given.get("original_max_position_embeddings")
-    factor = 1.0 if kind == "default" else real(given, "factor", None)
+    factor = real(given, "factor", None) if "factor" in _KEYS[kind] else 1.0
     return Rope(
         theta=real(given, "rope_theta", default_theta),
         kind=kind,
@@ -118,6 +121,7 @@ def _parse(given: Mapping[str, Any], default_theta: float, max_position: int) ->
         beta_slow=real(given, "beta_slow", 1.0),
         truncate=given.get("truncate") is not False,
         magnitude=_magnitude(given, factor) if kind == "yarn" else 1.0,
+        factors=tuple(given.get("factors") or ()),
     )
 
 
@@ -138,6 +142,11 @@ def _default(rope: Rope, dim: int, positions: torch.Tensor) -> torch.Tensor:
 def _linear(rope: Rope, dim: int, positions: torch.Tensor) -> torch.Tensor:
     """All waves `factor` times as long."""
     return _default(rope, dim, positions) / rope.factor
+
+
+def _factors(rope: Rope, dim: int, positions: torch.Tensor) -> torch.Tensor:
+    """Each wave as many times as long as its factor says."""
+    return _default(rope, dim, positions) / torch.tensor(rope.factors)
 
 
 def _dynamic(rope: Rope, dim: int, positions: torch.Tensor) -> torch.Tensor:
@@ -175,5 +184,12 @@ def _yarn(rope: Rope, dim: int, positions: torch.Tensor) -> torch.Tensor:
 
 
 _FREQUENCIES: Mapping[str, Callable[[Rope, int, torch.Tensor], torch.Tensor]] = MappingProxyType(
-    {"default": _default, "linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn}
+    {
+        "default": _default,
+        "linear": _linear,
+        "factors": _factors,
+        "dynamic": _dynamic,
+        "llama3": _llama3,
+        "yarn": _yarn,
+    }
 )
