@@ -17,6 +17,7 @@ from ember.data.hashes import FileHashes
 from ember.errors import ConfigError, UserError
 from ember.model.chat_template import ChatTemplate
 from ember.model.gpt2_config import GPT2Config
+from ember.model.gguf_file import is_gguf
 from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
@@ -178,6 +179,8 @@ class EnginePlan:
 
 
 def _model_files(folder: Path) -> list[Path]:
+    if is_gguf(folder):
+        return [folder]
     return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
 
 

@@ -46,6 +46,7 @@ class GgufTensor:
         shape: as PyTorch has it, the last dimension the fastest.
         kind: the number of its type in ggml.
         offset: where it begins in the file.
+        heads: where the numbers that turn together lie side by side, in rows of q and k: heads in these rows.
         dtype: of what is read.
     """
 
@@ -54,7 +55,9 @@ class GgufTensor:
     shape: list[int]
     kind: int
     offset: int
+    heads: int = 0
     dtype: str = "F32"
+    is_mapped: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -69,7 +72,7 @@ class GgufTensor:
         return self.shape[-1] // block * size
 
     def read(self) -> torch.Tensor:
-        """In float32, memory of its own."""
+        """In float32; rows 0, 2, 4, ... of a head come before 1, 3, 5, ... where they lay in pairs."""
         import numpy as np
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
@@ -86,7 +89,8 @@ class GgufTensor:
                     raise OSError(f"{self.name} is cut short")
                 numbers = np.frombuffer(bytearray(raw), np.uint8).reshape(len(part), row)
                 part.copy_(torch.from_numpy(dequantize(numbers, GGMLQuantizationType(self.kind))))
-        return out.view(self.shape)
+        out = out.view(self.shape)
+        return out.view(self.heads, -1, 2, *out.shape[1:]).transpose(1, 2).reshape(out.shape) if self.heads else out
 
 
 @dataclass(frozen=True, slots=True)

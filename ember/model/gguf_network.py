@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
-
-import torch
 
 from ember.errors import ConfigError
 from ember.model.gguf_file import GgufFile, GgufTensor
@@ -55,26 +53,6 @@ _PAIRS_SIDE_BY_SIDE = ("llama", "mistral", "smollm3")
 _END_TOKENS = ("eos", "eot", "eom")
 
 
-@dataclass(frozen=True, slots=True)
-class _Permuted:
-    """Rows of q or k, in the order that the network has them in.
-
-    Attributes:
-        heads: heads in the rows.
-    """
-
-    source: GgufTensor
-    heads: int
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def read(self) -> torch.Tensor:
-        """In float32, memory of its own: rows 0, 2, 4, ... of a head come before 1, 3, 5, ..."""
-        rows = self.source.read()
-        return rows.view(self.heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
 def gguf_config(file: GgufFile) -> GPT2Config | LlamaConfig:
     """What the metadata say of the network.
 
@@ -94,28 +72,30 @@ def gguf_config(file: GgufFile) -> GPT2Config | LlamaConfig:
         raise ConfigError(f"{file.path}: {error.key}", error.value, error.allowed) from None
 
 
-def gguf_tensors(file: GgufFile) -> list[GgufTensor | _Permuted]:
+def gguf_tensors(file: GgufFile) -> list[GgufTensor]:
     """Every tensor, by canonical name."""
     architecture = file.metadata["general.architecture"]
     names = _GPT2_NAMES if architecture == "gpt2" else _LLAMA_NAMES
     layer = "h" if architecture == "gpt2" else "layers"
-    found: list[GgufTensor | _Permuted] = []
+    found: list[GgufTensor] = []
     for tensor in file.tensors.values():
         if tensor.name == _ROPE_FACTORS:  # in the config
             continue
-        renamed = replace(tensor, name=_canonical(tensor.name, names, layer))
         part = re.fullmatch(r"blk\.\d+\.attn_([qk])\.\w+", tensor.name)
-        if part and architecture in _PAIRS_SIDE_BY_SIDE:
-            heads = file.metadata[f"{architecture}.attention.head_count"]
-            heads = heads if part[1] == "q" else file.metadata.get(f"{architecture}.attention.head_count_kv", heads)
-            found.append(_Permuted(renamed, heads))
-        else:
-            found.append(renamed)
+        heads = _heads(file, architecture, part[1]) if part and architecture in _PAIRS_SIDE_BY_SIDE else 0
+        found.append(replace(tensor, name=_canonical(tensor.name, names, layer), heads=heads))
     return found
 
 
+def _heads(file: GgufFile, architecture: str, part: str) -> int:
+    """Heads of queries (q) or keys (k)."""
+    key = f"{architecture}.attention.head_count"
+    heads: int = file.metadata.get(f"{key}_kv", file.metadata[key]) if part == "k" else file.metadata[key]
+    return heads
+
+
 def _canonical(name: str, names: Mapping[str, str], layer: str) -> str:
-    """The canonical name; a name that no network has stays as it is, and is refused with the others that are too many."""
+    """The canonical name; one that no network has stays as it is, and is refused with what else is too many."""
     block = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
     if block and block[2] in names:
         return f"{layer}.{block[1]}.{names[block[2]]}.{block[3]}"
@@ -146,8 +126,9 @@ def _getter(file: GgufFile, architecture: str, used: set[str]) -> Callable[[str]
 
 
 def _gpt2(file: GgufFile) -> dict[str, Any]:
-    get = _getter(file, "gpt2", set())
-    return {
+    used: set[str] = set()
+    get = _getter(file, "gpt2", used)
+    config = {
         "model_type": "gpt2",
         "vocab_size": _vocab_size(file),
         "n_positions": get("context_length"),
@@ -159,14 +140,17 @@ def _gpt2(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
     }
+    _refuse_unread(file, "gpt2", used | {"gpt2.vocab_size"})
+    return config
 
 
 def _llama(file: GgufFile, architecture: str) -> dict[str, Any]:
     used: set[str] = set()
     get = _getter(file, architecture, used)
-    heads, window = get("attention.head_count"), get("attention.sliding_window")
+    heads = get("attention.head_count")
+    window = get("attention.sliding_window") if architecture in ("llama", "mistral") else None
     config = {
-        "model_type": "mistral" if architecture == "llama" and window else architecture,
+        "model_type": "mistral" if window else architecture,
         "vocab_size": _vocab_size(file),
         "max_position_embeddings": get("context_length"),
         "hidden_size": get("embedding_length"),
@@ -179,8 +163,7 @@ def _llama(file: GgufFile, architecture: str) -> dict[str, Any]:
         "rope_parameters": _rope(file, get),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-        "sliding_window": window,
-        "use_sliding_window": bool(window),
+        **({"sliding_window": window} if window else {}),
     }
     biases = {"attention_bias": "attn_output", "mlp_bias": "ffn_down"}
     config |= {key: f"blk.0.{name}.bias" in file.tensors for key, name in biases.items()}

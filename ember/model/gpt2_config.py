@@ -116,6 +116,15 @@ class GPT2Config:
         )
 
     @staticmethod
+    def from_json(data: Mapping[str, Any], generation: Mapping[str, Any]) -> GPT2Config:
+        """From the objects in Hugging Face's config.json and generation_config.json, whose EOS tokens win.
+
+        Raises:
+            ConfigError: a key is missing, wrong or not supported.
+        """
+        return _from_hf(data, generation)
+
+    @staticmethod
     def from_folder(folder: Path) -> GPT2Config:
         """Read `config.json`, and the EOS tokens of `generation_config.json`, which win.
 

@@ -163,6 +163,8 @@ class LlamaConfig:
             raise ConfigError("num_key_value_heads", self.n_kv_head, f"must divide num_attention_heads={self.n_head}")
         if self.head_dim % 2:
             raise ConfigError("head_dim", self.head_dim, "must be even")
+        if len(self.rope.factors) not in (0, self.head_dim // 2):
+            raise ConfigError("factors", show(list(self.rope.factors)), f"must be {self.head_dim // 2} numbers")
 
     @property
     def weight_layout(self) -> WeightLayout:

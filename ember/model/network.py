@@ -12,6 +12,8 @@ from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
 from ember.errors import ConfigError
 from ember.model.config_values import read_generation
+from ember.model.gguf_file import GgufFile, is_gguf
+from ember.model.gguf_network import gguf_config
 from ember.model.gpt2 import GPT2
 from ember.model.gpt2_config import GPT2Config
 from ember.model.json_file import read_json_object, show
@@ -34,12 +36,14 @@ class Network(Protocol):
 
 
 def network_config(folder: Path) -> NetworkConfig:
-    """What a model folder's `config.json` and `generation_config.json` say of the network.
+    """What a model folder's `config.json` and `generation_config.json`, or a GGUF file, say of the network.
 
     Raises:
         UserError: a file is missing or not JSON, or (ConfigError) a key is missing, wrong or not supported. Names the
             file and the key.
     """
+    if is_gguf(folder):
+        return gguf_config(GgufFile.open(folder))
     path = folder / "config.json"
     data = read_json_object(path)
     model_type = data.get("model_type", "gpt2")  # GPT-2 has a second layout, without

@@ -121,7 +121,7 @@ def _parse(given: Mapping[str, Any], default_theta: float, max_position: int) ->
         beta_slow=real(given, "beta_slow", 1.0),
         truncate=given.get("truncate") is not False,
         magnitude=_magnitude(given, factor) if kind == "yarn" else 1.0,
-        factors=tuple(given.get("factors") or ()),
+        factors=tuple(real({"factors": item}, "factors", None) for item in given.get("factors") or ()),
     )
 
 

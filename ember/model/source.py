@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ember.errors import ConfigError, UserError
+from ember.model.gguf_file import is_gguf
 from ember.model.json_file import one_line
 from ember.model.presets import PRESETS, TINY
 
@@ -34,7 +35,7 @@ _REPO_ID = re.compile(r"([\w.-]+/)?[\w.-]+", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """A model on this machine: its folder, and the name that the user gave it."""
+    """A model on this machine: its folder (or GGUF file), and the name that the user gave it."""
 
     path: Path
     name: str
@@ -92,10 +93,12 @@ def _local(text: str) -> ModelFolder | None:
         if folder.is_dir():
             return ModelFolder(folder, text)
         is_file = folder.exists()
+        if is_gguf(folder) and folder.is_file():
+            return ModelFolder(folder, text)
     except (OSError, ValueError, RuntimeError) as error:  # too long, not allowed, a NUL in it, no such ~user
         raise UserError(f"{_setting(text)}: not a folder that can be read ({error})") from None
     if is_file:
-        raise UserError(f"{_setting(text)}: is a file; give the folder that it lies in")
+        raise UserError(f"{_setting(text)}: is a file; give the folder that it lies in, or a .gguf file")
     if _looks_like_path(text):
         raise UserError(f"{_setting(text)}: no such folder (a Hub repo id looks like org/name or org/name@revision)")
     return None

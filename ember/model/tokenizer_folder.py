@@ -6,6 +6,8 @@ from pathlib import Path
 
 from ember.errors import UserError
 from ember.model.byte_pairs import BytePairTokenizer
+from ember.model.gguf_file import GgufFile, is_gguf
+from ember.model.gguf_tokenizer import gguf_tokenizer
 from ember.model.json_file import read_json_object
 from ember.model.library_tokenizer import LibraryTokenizer
 from ember.model.tokenizer import Tokenizer
@@ -14,7 +16,7 @@ from ember.model.vocabulary import Vocabulary, is_plain
 
 
 def load_tokenizer(folder: Path, *, gpt2s_by_default: bool = True) -> Tokenizer:
-    """The tokenizer of a model folder; GPT-2's own if it brings none, and that is allowed.
+    """The tokenizer of a GGUF file or a model folder; GPT-2's own if it brings none, and that is allowed.
 
     What is GPT-2's plain byte-level BPE runs on tiktoken, whatever files it comes in; any other tokenizer.json on the
     `tokenizers` library.
@@ -22,6 +24,9 @@ def load_tokenizer(folder: Path, *, gpt2s_by_default: bool = True) -> Tokenizer:
     Raises:
         UserError: its files are incomplete, broken or of a kind that is not supported.
     """
+    if is_gguf(folder):
+        data = gguf_tokenizer(GgufFile.open(folder))
+        return LibraryTokenizer(data, TokenizerSettings.from_folder(folder), str(folder))
     path = folder / "tokenizer.json"
     if path.exists():
         data = read_json_object(path)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ember.errors import UserError
+from ember.model.gguf_file import GgufFile, is_gguf
 from ember.model.json_file import read_json_object, show
 
 MAX_TEMPLATE_BYTES = 2**20
@@ -39,11 +40,15 @@ class TokenizerSettings:
 
     @staticmethod
     def from_folder(folder: Path) -> TokenizerSettings:
-        """Read a folder's files; all may be missing.
+        """Read a folder's files, which may all be missing, or a GGUF file.
 
         Raises:
             UserError: one is broken. Names the file and the key.
         """
+        if is_gguf(folder):
+            from ember.model.gguf_tokenizer import gguf_settings  # which makes these settings
+
+            return gguf_settings(GgufFile.open(folder))
         path = folder / "tokenizer_config.json"
         data = {**_optional(folder / "special_tokens_map.json"), **_optional(path)}
         extra = [token for key in _EXTRA if isinstance(data.get(key), list) for token in data[key]]

@@ -1,9 +1,9 @@
-"""A network's weights, read from a model folder's safetensors files.
+"""A network's weights, read from a model folder's safetensors files or from a GGUF file.
 
 Whatever the file's naming, orientation, dtype and head, what comes out has one naming, linears `[out, in]`, one dtype.
-The files are not trusted: each is checked against the config before one tensor is read, and only safetensors is read
-(a pickle runs code). A tensor is read when it is asked for, its file mapped no longer than that: of a network that
-packs its weights as it takes them, nothing is in memory twice.
+The files are not trusted: each is checked against the config before one tensor is read, and a pickle, which runs code,
+is never read. A tensor is read when it is asked for, its file mapped no longer than that: of a network that packs its
+weights as it takes them, nothing is in memory twice.
 """
 
 from __future__ import annotations
@@ -12,18 +12,47 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ember.errors import UserError
+from ember.model.gguf_file import GgufFile, is_gguf
+from ember.model.gguf_network import gguf_tensors
 from ember.model.json_file import one_line, read_json_object, show
 from ember.model.weight_layout import WeightLayout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, by the file's header."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> list[int]:
+        """Its shape as it is stored."""
+
+    @property
+    def dtype(self) -> str:
+        """What is read, as safetensors calls it."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether what is read is the file itself, mapped into memory."""
+
+    def read(self) -> torch.Tensor:
+        """The tensor as it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +63,7 @@ class _Stored:
     name: str
     shape: list[int]
     dtype: str
+    is_mapped: bool = True
 
     def read(self) -> torch.Tensor:
         """The tensor as it lies in the file, mapped; the mapping ends with it."""
@@ -51,7 +81,7 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def __init__(
         self,
-        stored: Mapping[str, _Stored],
+        stored: Mapping[str, StoredTensor],
         folder: Path,
         layout: WeightLayout,
         dtype: torch.dtype,
@@ -95,13 +125,15 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     return UserError(f"{folder}: the weights can't be read ({one_line(error)})")
 
 
-def _headers(folder: Path) -> list[_Stored]:
-    """Every tensor of the folder. A single file wins over shards, as in transformers."""
+def _headers(folder: Path) -> list[StoredTensor]:
+    """Every tensor of the folder or GGUF file. A single file wins over shards, as in transformers."""
+    if is_gguf(folder):
+        return list(gguf_tensors(GgufFile.open(folder)))
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)
     if not (folder / INDEX).exists():
         raise UserError(_no_weights(folder))
-    tensors: list[_Stored] = []
+    tensors: list[StoredTensor] = []
     for shard, names in _shards(folder / INDEX).items():
         found = _header(folder / shard)
         _check_shard(folder / shard, set(names), {tensor.name for tensor in found})
@@ -109,7 +141,7 @@ def _headers(folder: Path) -> list[_Stored]:
     return tensors
 
 
-def _header(path: Path) -> list[_Stored]:
+def _header(path: Path) -> list[StoredTensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             slices: dict[str, Any] = {name: file.get_slice(name) for name in list(file.keys())}
@@ -149,9 +181,9 @@ def _check_shard(path: Path, promised: set[str], found: set[str]) -> None:
         raise UserError(f"{path}: {_some(extra)} is here, but not by {INDEX}")
 
 
-def _canonical(tensors: list[_Stored], layout: WeightLayout) -> dict[str, _Stored]:
+def _canonical(tensors: list[StoredTensor], layout: WeightLayout) -> dict[str, StoredTensor]:
     """By names without the prefix; without what is ignored."""
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, StoredTensor] = {}
     for tensor in tensors:
         name = tensor.name.removeprefix(layout.prefix)
         if layout.ignored.fullmatch(name):
@@ -162,7 +194,7 @@ def _canonical(tensors: list[_Stored], layout: WeightLayout) -> dict[str, _Store
     return stored
 
 
-def _settle_head(stored: dict[str, _Stored], layout: WeightLayout, folder: Path) -> None:
+def _settle_head(stored: dict[str, StoredTensor], layout: WeightLayout, folder: Path) -> None:
     """Tied: one matrix, as the embedding, whichever of the two names it is stored under; if both, they must agree."""
     if not layout.is_tied or layout.head not in stored:
         return
@@ -175,7 +207,7 @@ def _settle_head(stored: dict[str, _Stored], layout: WeightLayout, folder: Path)
         )
 
 
-def _check(stored: dict[str, _Stored], layout: WeightLayout, folder: Path) -> None:
+def _check(stored: dict[str, StoredTensor], layout: WeightLayout, folder: Path) -> None:
     """What is there is what must be there, by the files' headers alone."""
     shapes = layout.shapes
     if missing := [f"{name} {list(shape)}" for name, shape in shapes.items() if name not in stored]:
@@ -193,9 +225,11 @@ def _check(stored: dict[str, _Stored], layout: WeightLayout, folder: Path) -> No
         raise UserError(f"{folder}: the weights do not fit config.json: {_some(wrong)}")
 
 
-def _load(source: _Stored, is_turned: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _load(source: StoredTensor, is_turned: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One copy, which turns and casts too. Never the mapping itself: a file cut short later would kill the process."""
     tensor = source.read().T if is_turned else source.read()
+    if not source.is_mapped:
+        return tensor.contiguous().to(device, dtype)
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 
 

@@ -72,7 +72,7 @@ class EngineSpec:
         config = copy.deepcopy(self.config)
         if config.num_threads is None:
             config.num_threads = min(self.num_threads, num_cores())
-        if Path(self.folder).is_dir():
+        if Path(self.folder).exists():
             config.model = ModelConfig(path=self.folder)
         plan = EnginePlan.resolve(config)
         if config.pool_size == "auto":
