@@ -1,10 +1,14 @@
-"""What a network expects of the files that hold its weights: names, shapes, which way round."""
+"""What a network expects of the files that hold its weights (names, shapes, which way round), and what these hold."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,3 +39,30 @@ class WeightLayout:
     def is_turned(self, name: str) -> bool:
         """By name, never by shape: a square matrix does not tell which way round it lies."""
         return self.turned is not None and self.turned.fullmatch(name) is not None
+
+
+class StoredTensor(Protocol):
+    """A tensor in a file, by the file's header."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+    @property
+    def shape(self) -> list[int]:
+        """Its shape as it is stored."""
+
+    @property
+    def dtype(self) -> str:
+        """What is read, as safetensors calls it."""
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether what is read is the file itself, mapped into memory."""
+
+    def read(self) -> torch.Tensor:
+        """The tensor as it is stored."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,38 +21,11 @@ from ember.errors import UserError
 from ember.model.gguf_file import GgufFile, is_gguf
 from ember.model.gguf_network import gguf_tensors
 from ember.model.json_file import one_line, read_json_object, show
-from ember.model.weight_layout import WeightLayout
+from ember.model.weight_layout import StoredTensor, WeightLayout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
-
-
-class StoredTensor(Protocol):
-    """A tensor in a file, by the file's header."""
-
-    @property
-    def path(self) -> Path:
-        """The file."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-
-    @property
-    def shape(self) -> list[int]:
-        """Its shape as it is stored."""
-
-    @property
-    def dtype(self) -> str:
-        """What is read, as safetensors calls it."""
-
-    @property
-    def is_mapped(self) -> bool:
-        """Whether what is read is the file itself, mapped into memory."""
-
-    def read(self) -> torch.Tensor:
-        """The tensor as it is stored."""
 
 
 @dataclass(frozen=True, slots=True)
