@@ -16,8 +16,8 @@ from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total
 from ember.data.hashes import FileHashes
 from ember.errors import ConfigError, UserError
 from ember.model.chat_template import ChatTemplate
-from ember.model.gpt2_config import GPT2Config
 from ember.model.gguf_file import is_gguf
+from ember.model.gpt2_config import GPT2Config
 from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
