@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ember.model.gpt2_config import GPT2Config
+from ember.model.network import NetworkConfig
 from tests.benchmarks.workloads import Request
 
 
@@ -18,10 +19,11 @@ class TokenCost:
     kv_bytes: int
 
     @staticmethod
-    def of(network: GPT2Config) -> TokenCost:
-        """From the network's shape."""
+    def of(network: NetworkConfig) -> TokenCost:
+        """From the network's shape; a Llama's MLP has a third linear, the gate."""
         width, kv_width = network.n_embd, network.n_kv_head * network.head_dim
-        weights = network.n_layer * width * (2 * width + 2 * kv_width + 2 * network.n_inner)
+        heads, mlp = network.n_head * network.head_dim, 2 if isinstance(network, GPT2Config) else 3
+        weights = network.n_layer * width * (2 * heads + 2 * kv_width + mlp * network.n_inner)
         return TokenCost(2 * weights, 2 * width * network.vocab_size, 2 * network.n_layer * kv_width * 4)
 
 
@@ -33,7 +35,7 @@ class Work:
     kv_bytes: int
 
     @staticmethod
-    def of(network: GPT2Config, requests: Iterable[Request]) -> Work:
+    def of(network: NetworkConfig, requests: Iterable[Request]) -> Work:
         """The least for these requests: every token computed once, every decoding step reads its whole context.
 
         The last output token is never computed. A prompt's own K/V is read out of the caches while it is made.

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from ember.config import ModelConfig
-from ember.model.gpt2_config import GPT2Config
+from ember.model.network import NetworkConfig, network_config
 from ember.model.source import find_model, is_preset
 from tests.benchmarks.costs import TokenCost
 from tests.benchmarks.table import Table
@@ -50,9 +50,9 @@ def model_path(name: str) -> str:
     return str(find_model(config.name, config.path).path)
 
 
-def network_of(name: str) -> GPT2Config:
+def network_of(name: str) -> NetworkConfig:
     """The shape of a model."""
-    return GPT2Config.from_folder(Path(model_path(name)))
+    return network_config(Path(model_path(name)))
 
 
 def main() -> None:
