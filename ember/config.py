@@ -64,7 +64,7 @@ _TEXTS = (
     "served_model",
 )
 _CHAT_TEXTS = ("messages_column", "system")
-_FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report")
+_FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report", "plan", "calibrate")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -205,6 +205,8 @@ class JobConfig(EngineConfig):
     dry_run: bool = False
     progress: Any = True
     report: bool = False
+    plan: bool = False
+    calibrate: bool = False
     commit_every: int = 256
     commit_every_s: float = 30.0
     grace_s: float = 20.0
@@ -240,6 +242,8 @@ class JobConfig(EngineConfig):
                 raise ConfigError(key, "''", "must not be empty; leave it out for its default")
         for key in _FLAGS:
             boolean(key, getattr(self, key))
+        if self.calibrate and not self.plan:
+            raise ConfigError("calibrate", "true", "belongs to a plan: ember plan calibrate=true, or plan=true")
         if not isinstance(self.progress, bool) and self.progress != JSON_LINES:
             raise ConfigError("progress", self.progress, f"must be true, false or {JSON_LINES}")
         _check_shard(self.shard, self.num_shards)

@@ -31,7 +31,7 @@ def show_plan(config: JobConfig, plan: JobPlan, reader: PromptReader) -> None:
     folder = None if config.output is None else OutputFolder(config.output, config.shard, config.num_shards)
     work = None if folder is None else foresee(config, plan, reader, folder)
     if isinstance(plan, EnginePlan):
-        _show_engine(config, plan)
+        show_engine(config, plan)
     else:
         print("".join(f"{key:<12}{value}\n" for key, value in plan.settings().items()), end="")
     num_rows = reader.num_rows if config.limit is None else min(config.limit, reader.num_rows)
@@ -46,7 +46,8 @@ def show_plan(config: JobConfig, plan: JobPlan, reader: PromptReader) -> None:
     print("dry run: nothing was computed and no result written")
 
 
-def _show_engine(config: JobConfig, plan: EnginePlan) -> None:
+def show_engine(config: JobConfig, plan: EnginePlan) -> None:
+    """Print the model, how it runs, and the size of the pool."""
     network, blocks = plan.network, plan.num_blocks
     size = blocks * plan.kv_shape.bytes_per_block
     tokens = f"{blocks:,} blocks of {config.block_size} tokens = {blocks * config.block_size:,} tokens, {size:,} bytes"

@@ -27,6 +27,7 @@ from ember.entrypoints.llm import LLM
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError
 from ember.interrupt import Interrupted, Interrupts
+from ember.planning.show import show_forecast
 from ember.recorder import Recorder
 from ember.report.drawing import check_drawing
 from ember.report.report import report_at_the_end
@@ -46,7 +47,7 @@ def run_job(config: JobConfig) -> JobSummary:
     if config.report:
         check_drawing()
     summary = _run(config)
-    if config.report and not config.dry_run and summary.status == JobStatus.FINISHED:
+    if config.report and not (config.dry_run or config.plan) and summary.status == JobStatus.FINISHED:
         report_at_the_end(str(config.output))
     return summary
 
@@ -58,8 +59,8 @@ def _run(config: JobConfig) -> JobSummary:
         try:
             with interrupts.breakable(after=1):
                 plan = _plan(config)
-                if config.dry_run:
-                    return _dry_run(config, plan, run_id)
+                if config.dry_run or config.plan:
+                    return _look_ahead(config, plan, run_id)
                 if config.output is None:
                     raise ConfigError("output", None, "must be a folder for the results")
             with OutputFolder(config.output, config.shard, config.num_shards) as folder:
@@ -121,10 +122,19 @@ def _read(config: JobConfig) -> PromptReader:
     return reader
 
 
-def _dry_run(config: JobConfig, plan: JobPlan, run_id: str) -> JobSummary:
+def _own_engine(plan: JobPlan) -> EnginePlan:
+    if not isinstance(plan, EnginePlan):
+        raise ConfigError("plan", "true", "forecasts ember's own engine only; leave out engine=http")
+    return plan
+
+
+def _look_ahead(config: JobConfig, plan: JobPlan, run_id: str) -> JobSummary:
     with stdin_as_file(config, None) as source:
         reader = _read(source)
-        show_plan(config, plan, reader)
+        if config.plan:
+            show_forecast(config, _own_engine(plan), reader)
+        else:
+            show_plan(config, plan, reader)
     return SummaryBuilder().build(
         status=JobStatus.FINISHED, run_id=run_id, num_rows_total=reader.num_rows, duration_s=0.0
     )

@@ -14,7 +14,7 @@ from ember.data.folder import CONFIG_HEADER
 from ember.data.text import without_credentials
 from ember.errors import ConfigError
 
-ONE_ATTEMPT = ("resume", "force", "verify", "retry_errors", "dry_run")
+ONE_ATTEMPT = ("resume", "force", "verify", "retry_errors", "dry_run", "plan", "calibrate")
 """Settings that speak of one attempt only: not kept."""
 
 

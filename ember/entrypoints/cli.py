@@ -13,7 +13,7 @@ from ember.launch.outcome import CLEAN, MISTAKE
 
 _OF_THEIR_OWN = ("export", "inspect", "report", "top")
 """Verbs with a module of their name beside this one, imported when it is asked for."""
-VERBS = ("run", "serve", *_OF_THEIR_OWN, "version")
+VERBS = ("run", "plan", "serve", *_OF_THEIR_OWN, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,7 +36,7 @@ def _run(words: list[str]) -> int:
     if verb in _OF_THEIR_OWN:
         module = import_module(f"ember.entrypoints.{verb}")
         return int(module.main(words))
-    if verb != "run":
+    if verb not in ("run", "plan"):
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "
             "as in data=prompts.jsonl",
@@ -45,7 +45,7 @@ def _run(words: list[str]) -> int:
         return MISTAKE
     from ember.run import main as run
 
-    return run(words)
+    return run([*words, "plan=true"] if verb == "plan" else words)
 
 
 def _is_verb(word: str) -> bool:

@@ -11,6 +11,7 @@ ember runs a language model over a file of prompts and writes completions and st
   ember export OUTPUT --to rows.jsonl
                               one file in input order (.jsonl, .parquet, .csv)
   ember serve KEY=VALUE ...   serve a model on an OpenAI-compatible endpoint
+  ember plan KEY=VALUE ...    what a job would take: batch, memory, output, time (calibrate=true measures)
   ember inspect OUTPUT        what is in it: counts, errors, completions, settings, files
   ember top OUTPUT            follow a running job from another terminal
   ember report OUTPUT         a page of pictures and numbers: OUTPUT/report/report.html
