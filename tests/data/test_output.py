@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ember.core.sequence import FinishReason
 from ember.data.output import IncrementalDecoder, OutputProcessor
+from ember.model.decoder import Leading, Spelling
 from tests.fakes import FakeTokenizer, make_sequence
 
 FACE = "😀".encode()
@@ -47,6 +48,21 @@ def run_stops(pieces, stop, min_tokens=0):
 def test_a_character_split_over_tokens_appears_whole():
     """Half a character shown as U+FFFD would stay in the text for good."""
     assert decode(b"a", FACE[:1], FACE[1:3], FACE[3:] + b"b") == ["a", "a", "a", "a😀b", "a😀b"]
+
+
+def test_a_stop_string_that_byte_tokens_spell():
+    """Byte fallback was only text once another token came: the stop was found a token late, and that token kept."""
+    pieces = [b"a", *(bytes([byte]) for byte in FACE), b"b"]
+    tokenizer = tokenizer_of(*pieces)
+    tokenizer.spelling = Spelling(frozenset(range(1, 1 + len(FACE))), Leading.STRIP_ONE)
+    outputs, sequence = OutputProcessor(tokenizer), make_sequence(0, 1, 50, stop=["😀"])
+    outputs.add(sequence)
+    hits = []
+    for token in range(1 + len(FACE)):
+        sequence.token_ids.append(token)
+        hits.append(outputs.push(0, token))
+    assert hits == [None] * len(FACE) + ["😀"]
+    assert outputs.finish(sequence).text == "a"
 
 
 def test_half_a_character_at_the_end_shows_only_there():
