@@ -17,6 +17,7 @@ EXPECTED_SKIPS = (
     "needs the network",
     "needs Ray",
     "needs root",
+    "needs the SmolLM2 package",
     "needs the launcher",
     "needs the serve extra",
     "needs Chromium",
