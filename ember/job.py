@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from ember.claim import claim
 from ember.config import JobConfig
 from ember.core.batch import StepOutput
+from ember.data.attempts import read_summary
 from ember.data.folder import OutputFolder
 from ember.data.output import RequestOutput
 from ember.data.reader import PromptReader, PromptRow
@@ -143,6 +144,10 @@ def _look_ahead(config: JobConfig, plan: JobPlan, run_id: str) -> JobSummary:
 def _nothing_to_do(counts: SummaryBuilder, folder: OutputFolder, work: Work, run_id: str) -> JobSummary:
     summary = counts.build(status=JobStatus.FINISHED, run_id=run_id, num_rows_total=work.share.num_rows, duration_s=0.0)
     folder.finish_summary(summary)
+    total = read_summary(folder.store, folder.summary_name).get("total") or {}
+    summary.tokens_per_s = float(
+        total.get("tokens_per_s") or 0.0
+    )  # a search that tries a setting again learns the same
     print(
         f"nothing to do: all {work.share.num_rows:,} rows are in {folder.path} ({summary.num_errors:,} with an error)"
     )

@@ -19,6 +19,7 @@ EXPECTED_SKIPS = (
     "needs root",
     "needs the SmolLM2 package",
     "needs the launcher",
+    "needs the sweeper",
     "needs the serve extra",
     "needs Chromium",
 )

@@ -106,6 +106,14 @@ def test_a_signal_stops_in_order_and_the_same_command_goes_on(
     assert "nothing to do" in capsys.readouterr().out
 
 
+def test_a_job_with_nothing_to_do_returns_the_speed_it_had(tmp_path):
+    """A search that tries a setting again must not learn that it is slow."""
+    (tmp_path / "in").mkdir()
+    write_rows(tmp_path / "in" / "0.jsonl", 0, 2, longest=2)
+    first, again = (run_job(streaming_job(tmp_path)).tokens_per_s for _ in range(2))
+    assert again == first > 0
+
+
 @pytest.mark.parametrize(("attention", "exact"), [("cpu", True), ("batched", False)])
 def test_the_summary_says_whether_bits_may_follow_the_batch(tmp_path, capsys, attention, exact):
     """A promise on paper only: with another kernel the rows of a near tie could change, and nobody would be told."""

@@ -135,3 +135,25 @@ def test_a_job_that_its_queue_takes_back_is_not_called_done(monkeypatch):
     Path("run", FILE_NAME).unlink()
     assert main(["data=p.jsonl", "hydra.run.dir=run"]) == 122
     assert Outcome.read(Path("run")).exit_code == 122
+
+
+@pytest.mark.skipif(
+    not installed("hydra_optuna_sweeper"), reason="needs the sweeper optuna: pip install 'ember-batch[optuna]'"
+)
+def test_a_search_is_led_by_the_speed_of_each_job():
+    """The preset must ask for more tokens a second, not fewer, and get them from what a job returns."""
+    words = ["hydra/sweeper=search", "hydra.sweeper.n_trials=3", "block_size=choice(8,16)", "output=out"]
+    done = sweep(*words, "hydra.sweep.dir=hydra")
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(Path("hydra/optimization_results.yaml").read_text())
+    totals = [json.loads(path.read_text())["total"] for path in Path("out").glob("*/summary.json")]
+    assert found["best_params"]["block_size"] in (8, 16)
+    assert found["best_value"] > 0
+    assert totals
+
+
+def test_the_search_preset_names_its_extra():
+    error = MissingConfigException("", missing_cfg_file="hydra/sweeper/optuna")
+    assert explain(error) == (
+        "hydra/sweeper=search: Optuna's sweeper is not installed: pip install 'ember-batch[optuna]'"
+    )

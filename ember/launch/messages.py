@@ -99,6 +99,8 @@ def _missing(error: MissingConfigException, overrides: Sequence[str]) -> str:
     where = re.match(r"In '(.*?)'", str(error))
     if name.startswith("hydra/launcher/"):
         return _no_such_launcher(name.removeprefix("hydra/launcher/"))
+    if name == "hydra/sweeper/optuna":
+        return "hydra/sweeper=search: Optuna's sweeper is not installed: pip install 'ember-batch[optuna]'"
     shipped = f"there are: {', '.join(job_names(job_folders()))}; other folders: -cd FOLDER -cn NAME"
     return f"{where[1]}.yaml: no config {name} to build on" if where else f"no job named {name} ({shipped})"
 
