@@ -174,7 +174,7 @@ class OutputProcessor:
         tokenizer = self._tokenizer if params.skip_special_tokens else self._showing_special
         decoder = IncrementalDecoder(tokenizer, sequence.token_ids[: sequence.num_prompt_tokens])
         hidden = frozenset[int]() if params.include_stop_str_in_output else sequence.stop_ids
-        self._live[sequence.request_id] = _LiveText(decoder, params, hidden)
+        self._live[sequence.request_id] = _LiveText(sequence, decoder, params, hidden)
 
     def push(self, request_id: int, token_id: int) -> str | None:
         """Take one token; returns the stop string that it completes, if any."""
@@ -183,6 +183,10 @@ class OutputProcessor:
     def text_so_far(self, request_id: int) -> str:
         """The text of a live sequence, without what is held back of an unfinished character."""
         return self._live[request_id].decoder.text
+
+    def logprobs_since(self, request_id: int, start: int) -> list[PositionLogprobs] | None:
+        """Log-probabilities of a live sequence's output from token `start` on; None unless asked for."""
+        return self._logprobs(self._live[request_id].sequence, start)
 
     def finish(self, sequence: Sequence) -> CompletionOutput:
         """The result of a finished sequence, which is no longer followed."""
@@ -205,10 +209,10 @@ class OutputProcessor:
             latency_s=_since(sequence, sequence.finished_s),
         )
 
-    def _logprobs(self, sequence: Sequence) -> list[PositionLogprobs] | None:
+    def _logprobs(self, sequence: Sequence, start: int = 0) -> list[PositionLogprobs] | None:
         if sequence.params.logprobs is None:
             return None
-        return [by_token(entry, self._showing_special) for entry in sequence.logprobs]
+        return [by_token(entry, self._showing_special) for entry in sequence.logprobs[start:]]
 
     def _prompt_logprobs(self, sequence: Sequence) -> list[PositionLogprobs | None] | None:
         if sequence.params.prompt_logprobs is None:
@@ -225,6 +229,7 @@ class OutputProcessor:
 class _LiveText:
     """A token of `hidden` that ends the output does not show."""
 
+    sequence: Sequence
     decoder: IncrementalDecoder
     params: SamplingParams
     hidden: frozenset[int]

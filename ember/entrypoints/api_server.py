@@ -5,6 +5,7 @@ https://platform.openai.com/docs/api-reference/completions. FastAPI, the extra `
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -15,7 +16,8 @@ from ember.entrypoints.admission import Admission
 from ember.entrypoints.async_engine import AsyncEngine, EngineStopped, QueueFull, Request
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError
-from ember.serving.answer import CompletionAnswer
+from ember.model.conversation import Conversation
+from ember.serving.answer import Answer, ChatAnswer, CompletionAnswer, PromptText
 from ember.serving.body import read_object
 from ember.serving.call import Call, Prompt
 from ember.serving.errors import ApiError, refused
@@ -30,6 +32,10 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     Handler = Callable[[HttpRequest], Awaitable[Any]]
+
+
+MANY_CHARS = 16_384
+"""A prompt that is tokenised in another thread."""
 
 
 class ApiServer:
@@ -65,6 +71,7 @@ class ApiServer:
             "/metrics": ("GET", self.metrics),
             "/v1/models": ("GET", self.models),
             "/v1/completions": ("POST", self.completions),
+            "/v1/chat/completions": ("POST", self.chat),
         }
 
     def _counted(self, path: str, handler: Handler) -> Handler:
@@ -94,17 +101,30 @@ class ApiServer:
 
     async def completions(self, request: HttpRequest) -> Any:
         """Complete one or more prompts."""
+        body = await self._read(request)
+        return await self._answer(Call.completion(body, max_choices=self._config.max_choices), CompletionAnswer)
+
+    async def chat(self, request: HttpRequest) -> Any:
+        """Answer a conversation."""
+        body = await self._read(request)
+        return await self._answer(Call.chat(body, max_choices=self._config.max_choices), ChatAnswer)
+
+    async def _read(self, request: HttpRequest) -> dict[str, Any]:
         config = self._config
         body = await read_object(request, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         self._check_model(body.get("model"))
-        call = Call.completion(body, max_choices=config.max_choices)
-        requests = [self._request(prompt, call) for prompt in call.prompts]
-        prompts = [(self._text(p), r.prompt_token_ids) for p, r in zip(call.prompts, requests, strict=True)]
-        answer = CompletionAnswer(call, self._model, prompts)
+        return body
+
+    async def _answer(self, call: Call, form: type[Answer]) -> Any:
+        """Tokenising a long text or rendering a chat takes its time: the event loop goes on meanwhile."""
+        size = sum(len(p) if isinstance(p, str) else 0 if isinstance(p, list) else MANY_CHARS for p in call.prompts)
+        prepare = partial(self._requests, call)
+        requests, prompts = await asyncio.to_thread(prepare) if size >= MANY_CHARS else prepare()
+        answer = form(call, self._model, prompts)
         generation = self._submit(requests, call.stream)
-        self._metrics.accepted(sum(len(request.prompt_token_ids) for request in requests))
+        self._metrics.accepted(sum(len(prompt.token_ids) for prompt in prompts))
         if call.stream:
-            return StreamResponse(generation, answer, config.send_timeout_s)
+            return StreamResponse(generation, answer, self._config.send_timeout_s)
         return WholeResponse(generation, answer)
 
     def _check_model(self, asked: Any) -> None:
@@ -112,16 +132,24 @@ class ApiServer:
             message = f"the model {asked!r} is not served here; {self._model!r} is, or leave `model` out"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _request(self, prompt: Prompt, call: Call) -> Request:
-        try:
-            ids = self._admission.token_ids(prompt, call.params)
-            self._admission.room(len(ids), call.params)
-        except RequestError as error:
-            raise refused(error, "prompt") from None
-        return Request(ids, call.params)
+    def _requests(self, call: Call) -> tuple[list[Request], list[PromptText]]:
+        pairs = [self._request(prompt, call) for prompt in call.prompts]
+        return [request for request, _ in pairs], [prompt for _, prompt in pairs]
 
-    def _text(self, prompt: Prompt) -> str:
-        return prompt if isinstance(prompt, str) else self._plan.tokenizer.decode(prompt)
+    def _request(self, prompt: Prompt, call: Call) -> tuple[Request, PromptText]:
+        admission = self._admission
+        try:
+            chat = admission.chat_prompt(prompt) if isinstance(prompt, Conversation) else None
+            plain = chat.token_ids if chat is not None else prompt
+            assert not isinstance(plain, Conversation)
+            ids = admission.token_ids(plain, call.params)
+            admission.room(len(ids), call.params)
+            admission.bad_words(call.params)
+        except RequestError as error:
+            raise refused(error, "messages" if isinstance(prompt, Conversation) else "prompt") from None
+        decode = self._plan.tokenizer.decode
+        text = chat.text if chat is not None else plain if isinstance(plain, str) else decode(ids)
+        return Request(ids if chat is None else chat, call.params), PromptText(text, ids, decode(ids[:1]))
 
     def _submit(self, requests: list[Request], stream: bool) -> Any:
         try:

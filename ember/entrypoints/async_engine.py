@@ -20,11 +20,13 @@ from threading import Thread
 from typing import Protocol
 
 from ember.core.batch import StepOutput
+from ember.data.logprobs import PositionLogprobs
 from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.text_stream import TextStream
 from ember.entrypoints.generation import Generation, Piece
 from ember.entrypoints.llm import LLM
 from ember.errors import RequestError
+from ember.model.chat_template import ChatPrompt
 from ember.sampling_params import SamplingParams
 
 STOPPED = RequestError("server_stopped", "the server is shutting down")
@@ -43,7 +45,7 @@ class EngineStopped(Exception):
 class Request:
     """One prompt, checked, and how to sample it."""
 
-    prompt_token_ids: list[int]
+    prompt: list[int] | ChatPrompt
     params: SamplingParams
 
 
@@ -64,11 +66,15 @@ class _Choice:
     index: int
     stream: TextStream | None
     token_ids: list[int] = field(default_factory=list)
+    num_shown: int = 0
 
-    def piece(self, text: str, output: CompletionOutput | None = None) -> Piece:
+    def piece(
+        self, text: str, logprobs: list[PositionLogprobs] | None, output: CompletionOutput | None = None
+    ) -> Piece:
         """What is new."""
         ids, self.token_ids = self.token_ids, []
-        return Piece(self.index, text, ids, output)
+        self.num_shown += len(ids)
+        return Piece(self.index, text, ids, logprobs, output)
 
 
 @dataclass(slots=True)
@@ -202,7 +208,7 @@ class AsyncEngine:
 
     def _add(self, request_id: int, request: Request) -> RequestOutput | None:
         try:
-            return self._llm.add(request_id, request.prompt_token_ids, request.params, together=False)
+            return self._llm.add(request_id, request.prompt, request.params, together=False)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be put in line")
             return self._failed(request_id, BROKEN)
@@ -245,7 +251,10 @@ class AsyncEngine:
         if live is None or choice is None or choice.stream is None:
             return []
         text = choice.stream.take(self._llm.text_so_far(request_id, sample_index))
-        return [(live.generation, choice.piece(text))] if text else []
+        if not text:
+            return []
+        logprobs = self._llm.logprobs_since(request_id, sample_index, choice.num_shown)
+        return [(live.generation, choice.piece(text, logprobs))]
 
     def _finish(self, output: RequestOutput) -> list[News]:
         """The last pieces of choices that have ended."""
@@ -254,7 +263,8 @@ class AsyncEngine:
         for done in output.outputs:
             choice = live.choices.pop(done.index)
             text = "" if choice.stream is None else choice.stream.rest(done.text)
-            news.append((live.generation, choice.piece(text, done)))
+            logprobs = None if done.logprobs is None else done.logprobs[choice.num_shown :]
+            news.append((live.generation, choice.piece(text, logprobs, done)))
         if not live.choices:
             del self._live[output.request_id]
             self._ids[live.generation].remove(output.request_id)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from ember.data.logprobs import PositionLogprobs
 from ember.data.output import CompletionOutput
 
 
@@ -19,6 +20,7 @@ class Piece:
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] | None = None
     output: CompletionOutput | None = None
 
 

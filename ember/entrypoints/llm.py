@@ -22,11 +22,13 @@ from ember.core.random_stream import row_seed
 from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
+from ember.data.logprobs import PositionLogprobs
 from ember.data.output import CompletionOutput, OutputProcessor, RequestOutput
 from ember.entrypoints.admission import Admission
 from ember.entrypoints.live_request import LiveRequest
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
+from ember.model.chat_template import ChatPrompt
 from ember.model.conversation import Conversation
 from ember.model.network import make_network
 from ember.model.source import is_preset
@@ -35,7 +37,7 @@ from ember.sampling_params import SamplingParams
 from ember.speculation.proposer import make_proposer
 from ember.threads import use_threads
 
-Prompt = str | list[int] | Conversation
+Prompt = str | list[int] | Conversation | ChatPrompt
 
 
 class LLM:
@@ -169,14 +171,15 @@ class LLM:
             None, or at once the result of a request with nothing to compute: an error, or `max_tokens=0`.
         """
         seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
-        text, is_chat = prompt if isinstance(prompt, str) else None, isinstance(prompt, Conversation)
+        text, is_chat = prompt if isinstance(prompt, str) else None, isinstance(prompt, Conversation | ChatPrompt)
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed, num_samples=params.n)
         samples = [i for i in range(params.n) if i not in samples_done]
         admission = Admission(self.plan)
         try:
             if isinstance(prompt, Conversation):
-                chat = admission.chat_prompt(prompt)
-                result.prompt, prompt = chat.text, chat.token_ids
+                prompt = admission.chat_prompt(prompt)
+            if isinstance(prompt, ChatPrompt):
+                result.prompt, prompt = prompt.text, prompt.token_ids
             result.prompt_token_ids = admission.token_ids(prompt, params, allow_special_tokens=allow_special_tokens)
             room = admission.room(len(result.prompt_token_ids), params)
             bad_words = admission.bad_words(params)
@@ -229,6 +232,10 @@ class LLM:
     def text_so_far(self, request_id: int, sample_index: int = 0) -> str:
         """The text of a live sample; a stop string may still cut it, and an unfinished character is not in it."""
         return self._outputs.text_so_far(self._live[request_id].sequence_ids[sample_index])
+
+    def logprobs_since(self, request_id: int, sample_index: int, start: int) -> list[PositionLogprobs] | None:
+        """Log-probabilities of a live sample's output from token `start` on; None unless asked for."""
+        return self._outputs.logprobs_since(self._live[request_id].sequence_ids[sample_index], start)
 
     def abort(self, request_id: int) -> None:
         """Give up what is left of a live request; its blocks are free at once."""

@@ -1,15 +1,17 @@
-"""OpenAI's bodies for completions: the whole answer, or the chunks of a stream."""
+"""OpenAI's bodies for completions and chats: the whole answer, or the chunks of a stream."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from ember.data.logprobs import as_rows
-from ember.data.openai_logprobs import completion_logprobs
+from ember.data.logprobs import PositionLogprobs, as_rows
+from ember.data.openai_logprobs import chat_logprobs, completion_logprobs
 from ember.data.output import CompletionOutput
 from ember.entrypoints.generation import Piece
 from ember.serving.call import Call
@@ -17,79 +19,157 @@ from ember.serving.call import Call
 DONE = b"data: [DONE]\n\n"
 
 
-class CompletionAnswer:
-    """Builds what `/v1/completions` answers to one call.
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """A prompt as the engine was given it; `first_token` is the text of its first one."""
+
+    text: str
+    token_ids: list[int]
+    first_token: str = ""
+
+
+class Answer(ABC):
+    """Builds what is answered to one call.
 
     Args:
         model: the id that clients know.
-        prompts: text and token ids of each prompt.
+        prompts: in the order of the call's.
     """
 
-    def __init__(self, call: Call, model: str, prompts: Sequence[tuple[str, list[int]]]) -> None:
+    PREFIX, OBJECT, CHUNK = "", "", ""
+
+    def __init__(self, call: Call, model: str, prompts: Sequence[PromptText]) -> None:
         self._call, self._prompts, self._n = call, prompts, call.params.n
+        self._ends: dict[int, int] = {}
         self._head = {
-            "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
+            "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
+            "object": self.CHUNK if call.stream else self.OBJECT,
             "created": int(time.time()),
             "model": model,
         }
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The body of an answer that does not stream."""
-        choices = [
-            self._choice(index, self._echoed(index) + output.text, output.token_ids, output)
-            for index, output in enumerate(outputs)
-        ]
+        choices = [self._choice(self._whole(index, output)) for index, output in enumerate(outputs)]
         return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
     def opening(self) -> list[dict[str, Any]]:
         """The chunks before the first token."""
-        if not self._call.echo:
-            return []
-        return [self._chunk([self._choice(i, self._echoed(i), [], None)]) for i in range(len(self._prompts) * self._n)]
+        return [self._chunk(content | {"index": i}) for i in range(self.num_choices) if (content := self._first(i))]
 
     def piece(self, piece: Piece) -> dict[str, Any]:
         """The chunk for one piece."""
-        return self._chunk([self._choice(piece.index, piece.text, piece.token_ids, piece.output)])
+        return self._chunk(self._choice(piece, delta=True))
 
     def closing(self, outputs: Sequence[CompletionOutput]) -> list[dict[str, Any]]:
         """The chunks after the last token."""
         return [{**self._head, "choices": [], "usage": self._usage(outputs)}] if self._call.include_usage else []
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        usage = {"usage": None} if self._call.include_usage else {}
-        return {**self._head, "choices": choices, **usage}
+    @property
+    def num_choices(self) -> int:
+        """Prompts times n."""
+        return len(self._prompts) * self._n
 
-    def _choice(self, index: int, text: str, ids: list[int], output: CompletionOutput | None) -> dict[str, Any]:
-        reasons = (None, None) if output is None else (output.finish_reason, output.stop_reason)
+    @abstractmethod
+    def _first(self, index: int) -> dict[str, Any]:
+        """What a choice's stream begins with; empty for nothing."""
+
+    @abstractmethod
+    def _content(self, text: str, *, delta: bool) -> dict[str, Any]:
+        """The keys of a choice that hold its text."""
+
+    @abstractmethod
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> dict[str, Any]:
+        """Log-probabilities of a choice's next tokens, in the form of this endpoint."""
+
+    def _whole(self, index: int, output: CompletionOutput) -> Piece:
+        return Piece(index, output.text, output.token_ids, output.logprobs, output)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self._call.include_usage else {}
+        return {**self._head, "choices": [{"logprobs": None, "finish_reason": None, **choice}], **usage}
+
+    def _choice(self, piece: Piece, *, delta: bool = False) -> dict[str, Any]:
+        output = piece.output
         choice = {
-            "index": index,
-            "text": text,
-            "logprobs": _logprobs(output),
-            "finish_reason": reasons[0],
-            "stop_reason": reasons[1],
+            "index": piece.index,
+            **self._content(piece.text, delta=delta),
+            "logprobs": None if piece.logprobs is None else self._logprobs(piece.index, piece.logprobs),
+            "finish_reason": None if output is None else output.finish_reason,
+            "stop_reason": None if output is None else output.stop_reason,
         }
         if self._call.return_token_ids:
-            choice |= {
-                "token_ids": ids,
-                "prompt_token_ids": None if output is None else self._prompts[index // self._n][1],
-            }
+            prompt_ids = None if output is None else self._prompt(piece.index).token_ids
+            choice |= {"token_ids": piece.token_ids, "prompt_token_ids": prompt_ids}
         return choice
 
-    def _echoed(self, index: int) -> str:
-        return self._prompts[index // self._n][0] if self._call.echo else ""
+    def _prompt(self, index: int) -> PromptText:
+        return self._prompts[index // self._n]
 
     def _usage(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
-        prompt = sum(len(ids) for _, ids in self._prompts)
+        prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
         output = sum(len(o.token_ids) for o in outputs)
         cached = {"cached_tokens": sum(o.num_cached_tokens for o in outputs)}
         counts = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
         return {**counts, "prompt_tokens_details": cached}
 
 
-def _logprobs(output: CompletionOutput | None) -> dict[str, Any] | None:
-    positions = None if output is None else as_rows(output.logprobs)
-    return None if positions is None else completion_logprobs(positions)
+class CompletionAnswer(Answer):
+    """What `/v1/completions` answers."""
+
+    PREFIX, OBJECT, CHUNK = "cmpl", "text_completion", "text_completion"
+
+    def _first(self, index: int) -> dict[str, Any]:
+        return self._content(self._prompt(index).text, delta=True) if self._call.echo else {}
+
+    def _content(self, text: str, *, delta: bool) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> dict[str, Any]:
+        """Offsets go on from piece to piece."""
+        form = completion_logprobs(as_rows(positions) or [])
+        start = self._ends.get(index, 0)
+        self._ends[index] = start + sum(map(len, form["tokens"]))
+        return form | {"text_offset": [start + offset for offset in form["text_offset"]]}
+
+    def _whole(self, index: int, output: CompletionOutput) -> Piece:
+        piece = super()._whole(index, output)
+        if self._call.echo:
+            piece.text = self._prompt(index).text + piece.text
+            scored = [position for position in output.prompt_logprobs or [] if position is not None]
+            piece.logprobs = None if piece.logprobs is None else [*scored, *piece.logprobs]
+        return piece
+
+    def _choice(self, piece: Piece, *, delta: bool = False) -> dict[str, Any]:
+        choice = super()._choice(piece, delta=delta)
+        if self._call.echo and choice["logprobs"] is not None:
+            choice["logprobs"] = _behind(self._prompt(piece.index).first_token, choice["logprobs"])
+        return choice
+
+
+def _behind(first: str, form: dict[str, Any]) -> dict[str, Any]:
+    """A prompt's first token has no log-probability."""
+    return {
+        "tokens": [first, *form["tokens"]],
+        "token_logprobs": [None, *form["token_logprobs"]],
+        "top_logprobs": [None, *form["top_logprobs"]],
+        "text_offset": [0, *(len(first) + offset for offset in form["text_offset"])],
+    }
+
+
+class ChatAnswer(Answer):
+    """What `/v1/chat/completions` answers."""
+
+    PREFIX, OBJECT, CHUNK = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _first(self, index: int) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def _content(self, text: str, *, delta: bool) -> dict[str, Any]:
+        return {"delta": {"content": text}} if delta else {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> dict[str, Any]:
+        return chat_logprobs(as_rows(positions) or [])
 
 
 def as_json(value: Any) -> bytes:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ember.data.openai_batch import request_sampling
 from ember.data.text import RowError
-from ember.errors import ConfigError
+from ember.errors import ConfigError, UserError
+from ember.model.conversation import Conversation
+from ember.output_form import output_form
 from ember.sampling_params import SamplingParams
 from ember.serving.errors import ApiError
 
-Prompt = str | list[int]
+Prompt = str | list[int] | Conversation
 
 COMPLETION_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
+CHAT_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=None)
 """OpenAI's, not those of a job."""
-MAX_STOPS, MAX_STOP_CHARS = 16, 256
-_OWN = ("model", "prompt", "stream", "stream_options", "echo", "return_token_ids", "user")
+MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS, MAX_BAD_WORDS = 16, 256, 20, 256
+_OWN = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids", "user")
+_OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +29,7 @@ class Call:
     """One request.
 
     Attributes:
-        prompts: text or token ids, at least one.
+        prompts: text, token ids or a conversation; at least one.
         include_usage: a stream ends with a chunk of token counts.
         echo: the answer's text begins with the prompt.
         return_token_ids: the answer has the ids of prompt and output (vLLM's extension).
@@ -46,33 +50,64 @@ class Call:
             ApiError: names the key that is wrong or not supported.
         """
         given = {key: value for key, value in body.items() if value is not None}
-        prompts = _prompts(given)
-        if not isinstance(given.get("user", ""), str):
-            raise ApiError(400, "user must be text", param="user", code="invalid_value")
-        params = _params(given, COMPLETION_DEFAULTS)
-        if len(prompts) * params.n > max_choices:
-            raise ApiError(
-                400,
-                f"{len(prompts)} prompts with n={params.n} are more than {max_choices} choices, the most of a request",
-                param="prompt" if params.n == 1 else "n",
-                code="too_many_choices",
-            )
-        stream = _flag(given, "stream")
-        _check_logprobs(params, stream or _flag(given, "echo"))
-        return Call(
-            prompts=prompts,
-            params=params,
-            stream=stream,
-            include_usage=_include_usage(given, stream),
-            echo=_flag(given, "echo"),
-            return_token_ids=_flag(given, "return_token_ids"),
+        _refuse(given, "messages", *_OWN_OF_CHAT, "top_logprobs")
+        params, echo = _params(given, COMPLETION_DEFAULTS), _flag(given, "echo")
+        if isinstance(given.get("logprobs"), bool):
+            raise _wrong("logprobs", "must be a number for a completion")
+        if echo and params.logprobs is not None:
+            if _flag(given, "stream"):
+                raise _wrong("logprobs", "is not supported with echo in a stream; leave one out")
+            params = replace(params, prompt_logprobs=params.logprobs)
+        return _call(given, list(_prompts(given)), params, echo=echo, max_choices=max_choices)
+
+    @staticmethod
+    def chat(body: dict[str, Any], *, max_choices: int) -> Call:
+        """The body of `/v1/chat/completions`; null is the same as left out.
+
+        Raises:
+            ApiError: names the key that is wrong or not supported.
+        """
+        given = {key: value for key, value in body.items() if value is not None}
+        _refuse(given, "prompt", "echo")
+        try:
+            conversation = Conversation.of(given.get("messages"))
+        except UserError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+        _check_continuing(given, conversation)
+        if not isinstance(given.get("logprobs", False), bool):
+            raise _wrong("logprobs", "must be true or false for a chat; top_logprobs is the number")
+        params = _params({k: v for k, v in given.items() if k not in _OWN_OF_CHAT}, CHAT_DEFAULTS)
+        return _call(given, [conversation], params, echo=False, max_choices=max_choices)
+
+
+def _call(
+    given: dict[str, Any], prompts: list[Prompt], params: SamplingParams, *, echo: bool, max_choices: int
+) -> Call:
+    """What completions and chats share."""
+    if len(prompts) * params.n > max_choices:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts with n={params.n} are more than {max_choices} choices, the most of a request",
+            param="prompt" if params.n == 1 else "n",
+            code="too_many_choices",
         )
+    if not isinstance(given.get("user", ""), str):
+        raise _wrong("user", "must be text")
+    stream = _flag(given, "stream")
+    return Call(
+        prompts=prompts,
+        params=params,
+        stream=stream,
+        include_usage=_include_usage(given, stream),
+        echo=echo,
+        return_token_ids=_flag(given, "return_token_ids"),
+    )
 
 
-def _prompts(given: dict[str, Any]) -> list[Prompt]:
+def _prompts(given: dict[str, Any]) -> list[str | list[int]]:
     prompt = given.get("prompt")
     if prompt is None:
-        raise ApiError(400, "prompt is missing", param="prompt", code="invalid_value")
+        raise _wrong("prompt", "is missing")
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
@@ -93,12 +128,12 @@ def _ids(value: Any) -> list[int]:
 
 
 def _no_prompt() -> ApiError:
-    wanted = "prompt must be a string, a list of strings, a list of token ids, or a list of such lists"
-    return ApiError(400, wanted, param="prompt", code="invalid_value")
+    return _wrong("prompt", "must be a string, a list of strings, a list of token ids, or a list of such lists")
 
 
 def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
     asked = {key: value for key, value in given.items() if key not in _OWN}
+    _refuse(asked, "prompt_logprobs")
     try:
         params = defaults.override(request_sampling({"body": asked}))
     except ConfigError as error:
@@ -107,34 +142,53 @@ def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         named = re.match(r"body\.(\w+)", str(error))
         message = str(error).removeprefix("body.")
         raise ApiError(400, message, param=named and named[1], code="unsupported_parameter") from None
-    if len(params.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
-        limit = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
-        raise ApiError(400, limit, param="stop", code="invalid_value")
+    _check_limits(params)
     return params
 
 
-def _check_logprobs(params: SamplingParams, in_pieces: bool) -> None:
-    if params.prompt_logprobs is not None:
-        message = "prompt_logprobs is not supported here; a job's rows have them"
-        raise ApiError(400, message, param="prompt_logprobs", code="unsupported_parameter")
-    if params.logprobs is not None and in_pieces:
-        message = "logprobs is not supported with stream or echo; leave one out"
-        raise ApiError(400, message, param="logprobs", code="unsupported_parameter")
+def _check_limits(params: SamplingParams) -> None:
+    """A request may cost its own time, not that of all others."""
+    if len(params.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in params.stop):
+        raise _wrong("stop", f"may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters at most")
+    if len(params.bad_words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in params.bad_words):
+        raise _wrong("bad_words", f"may have {MAX_BAD_WORDS} texts of {MAX_STOP_CHARS} characters at most")
+    if (form := output_form(params)) is not None:
+        raise ApiError(400, f"{form[0]} is not supported here", param="response_format", code="unsupported_parameter")
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
+        raise _wrong("logprobs", f"may be {MAX_LOGPROBS} at most")
 
 
-def _flag(given: dict[str, Any], key: str) -> bool:
-    value = given.get(key, False)
+def _check_continuing(given: dict[str, Any], conversation: Conversation) -> None:
+    """A conversation that ends with the assistant's message is continued there, as in jobs; vLLM's flags must agree."""
+    if _flag(given, "continue_final_message", default=conversation.continues) is not conversation.continues:
+        raise _wrong("continue_final_message", "must be true just if the last message is the assistant's, or left out")
+    if _flag(given, "add_generation_prompt", default=not conversation.continues) is conversation.continues:
+        raise _wrong("add_generation_prompt", "must be false just if the last message is the assistant's, or left out")
+
+
+def _refuse(given: dict[str, Any], *keys: str) -> None:
+    for key in keys:
+        if key in given:
+            raise ApiError(400, f"{key} is not supported here; remove it", param=key, code="unsupported_parameter")
+
+
+def _wrong(key: str, what: str) -> ApiError:
+    return ApiError(400, f"{key} {what}", param=key, code="invalid_value")
+
+
+def _flag(given: dict[str, Any], key: str, *, default: bool = False) -> bool:
+    value = given.get(key, default)
     if not isinstance(value, bool):
-        raise ApiError(400, f"{key} must be true or false", param=key, code="invalid_value")
+        raise _wrong(key, "must be true or false")
     return value
 
 
 def _include_usage(given: dict[str, Any], stream: bool) -> bool:
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise ApiError(400, "stream_options must be an object", param="stream_options", code="invalid_value")
+        raise _wrong("stream_options", "must be an object")
     if options and not stream:
-        raise ApiError(400, "stream_options needs stream=true", param="stream_options", code="invalid_value")
+        raise _wrong("stream_options", "needs stream=true")
     if unknown := sorted(set(options) - {"include_usage"}):
         message = f"stream_options.{unknown[0]} is not supported; remove it"
         raise ApiError(400, message, param="stream_options", code="unsupported_parameter")

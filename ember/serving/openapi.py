@@ -7,7 +7,7 @@ from typing import Any
 import ember
 from ember.checks import MOST
 from ember.entrypoints.plan import EnginePlan
-from ember.serving.call import MAX_STOP_CHARS, MAX_STOPS
+from ember.serving.call import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
 from ember.serving.settings import ServerConfig
 
 Schema = dict[str, Any]
@@ -27,9 +27,11 @@ _ERRORS = {
 
 def document(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     """The document as JSON."""
+    chat = _chat(config, plan, model)
     completion = _body(_completion(config, plan, model), ["prompt"])
     paths = {
         "/v1/completions": {"post": _post("Complete prompts", completion)},
+        "/v1/chat/completions": {"post": _post("Answer a conversation", _body(chat, ["messages"]))},
         "/v1/models": {"get": _get("The model that is served", {"application/json": _list_of_models()}, "401")},
         "/health": {"get": _get("Whether requests are taken", {"application/json": {"type": "object"}}, "503")},
         "/metrics": {"get": _get("Numbers for Prometheus", {"text/plain": {"type": "string"}}, "401")},
@@ -50,9 +52,25 @@ def _completion(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     return {
         "prompt": {"anyOf": [text, ids, {**many, "items": text}, {**many, "items": ids}]},
         **_common(config, plan, model),
+        "logprobs": _whole(maximum=MAX_LOGPROBS),
         "echo": _flag(),
         "suffix": {"enum": ["", None], "description": "not supported"},
     }
+
+
+def _chat(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
+    message = {
+        "type": "object",
+        "properties": {"role": {"enum": ["system", "user"]}, "content": {"type": "string"}},
+        "required": ["role", "content"],
+    }
+    messages = {
+        "type": "array",
+        "items": message,
+        "minItems": 1,
+        "description": "or of role assistant, tool, developer",
+    }
+    return {"messages": messages, **_common(config, plan, model), "logprobs": _flag()}
 
 
 def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
@@ -65,6 +83,14 @@ def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
         "top_p": _real(exclusiveMinimum=0, maximum=1),
         "top_k": _whole(),
         "min_p": _real(minimum=0, maximum=1),
+        "presence_penalty": _real(minimum=-2, maximum=2),
+        "frequency_penalty": _real(minimum=-2, maximum=2),
+        "repetition_penalty": _real(minimum=0.01, maximum=100),
+        "logit_bias": {
+            "type": ["object", "null"],
+            "patternProperties": {"^[0-9]{1,3}$": {"type": "number", "minimum": -100, "maximum": 100}},
+            "additionalProperties": False,
+        },
         "seed": _whole(),
         "n": {"type": ["integer", "null"], "minimum": 1, "maximum": config.max_choices},
         "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOPS}, {"type": "null"}]},
@@ -76,8 +102,8 @@ def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     }
 
 
-def _whole() -> Schema:
-    return {"type": ["integer", "null"], "minimum": 0, "maximum": MOST}
+def _whole(maximum: int = MOST) -> Schema:
+    return {"type": ["integer", "null"], "minimum": 0, "maximum": maximum}
 
 
 def _real(**limits: float) -> Schema:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from ember.entrypoints.generation import Generation
-from ember.serving.answer import DONE, CompletionAnswer, as_event, as_json
+from ember.serving.answer import DONE, Answer, as_event, as_json
 from ember.serving.errors import ApiError, failed
 
 Message = MutableMapping[str, Any]
@@ -63,7 +63,7 @@ class ObservedResponse:
 class WholeResponse:
     """The answer when all is computed."""
 
-    def __init__(self, generation: Generation, answer: CompletionAnswer) -> None:
+    def __init__(self, generation: Generation, answer: Answer) -> None:
         self._generation, self._answer = generation, answer
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
@@ -80,7 +80,7 @@ class WholeResponse:
 class StreamResponse:
     """Server-sent events as tokens come. What a slow client has not taken is joined into its next piece."""
 
-    def __init__(self, generation: Generation, answer: CompletionAnswer, send_timeout_s: float) -> None:
+    def __init__(self, generation: Generation, answer: Answer, send_timeout_s: float) -> None:
         self._generation, self._answer, self._timeout_s = generation, answer, send_timeout_s
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:

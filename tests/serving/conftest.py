@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat_models import chat_folder
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 READY = re.compile(r"serving on (http://\S+)")
 
@@ -54,6 +56,24 @@ def server() -> Iterator[RunningServer]:
     pytest.importorskip("fastapi", reason="needs the serve extra")
     pytest.importorskip("uvicorn", reason="needs the serve extra")
     running = RunningServer()
+    yield running
+    code, said = running.stop()
+    assert code == 0, said
+    assert "Traceback" not in said
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with a chat template."""
+    return chat_folder(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="session")
+def chat_server(chat_model: Path) -> Iterator[RunningServer]:
+    """A server of a chat model: short answers, one choice a request."""
+    pytest.importorskip("fastapi", reason="needs the serve extra")
+    words = (f"model={chat_model}", "max_choices=1", "max_model_len=256", "pool_size=512")
+    running = RunningServer(*words)
     yield running
     code, said = running.stop()
     assert code == 0, said

@@ -107,7 +107,7 @@ def test_other_answers_than_400(server: RunningServer) -> None:
     assert post(server, b'{"prompt": "' + b"x" * (5 << 20) + b'"}')[0] == 413
     assert post(server, b"{}", path="/v1/none")[0] == 404
     status, headers, _ = post(server, b"{}", path="/health")
-    assert (status, headers["Allow"]) == (405, "GET, HEAD")
+    assert (status, set(headers["Allow"].split(", "))) == (405, {"GET", "HEAD"})
     status, _, answer = post(server, b'{"prompt": "x", "model": "\\ud800"}')
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
 

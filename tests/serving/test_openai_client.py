@@ -98,6 +98,32 @@ def test_echo_puts_the_prompt_first(client, offline) -> None:
     assert "".join(chunk.choices[0].text for chunk in stream) == whole.choices[0].text
 
 
+def test_log_probabilities(client) -> None:
+    """With echo those of the prompt come first, nothing before its first token; offsets point into the text."""
+    params = {"temperature": 0, "max_tokens": 6}
+    (offline,) = LLM(num_threads=1).generate(PROMPTS[:1], SamplingParams(**params, logprobs=1, prompt_logprobs=1))
+    own = [next(iter(position.values())).logprob for position in offline.logprobs]
+    prompt = [position and next(iter(position.values())).logprob for position in offline.prompt_logprobs]
+    ask = {"model": "tiny", "prompt": PROMPTS[0], "logprobs": 1, **params}
+    whole = client.completions.create(**ask).choices[0].logprobs
+    assert whole.token_logprobs == own
+    pieces = [chunk.choices[0].logprobs for chunk in client.completions.create(stream=True, **ask)]
+    assert [p for piece in pieces for p in piece.token_logprobs] == own
+    assert [p for piece in pieces for p in piece.text_offset] == whole.text_offset
+    echoed = client.completions.create(echo=True, **ask).choices[0]
+    assert echoed.logprobs.token_logprobs == [*prompt, *own]
+    for token, offset in zip(echoed.logprobs.tokens, echoed.logprobs.text_offset, strict=True):
+        assert echoed.text[offset:].startswith(token)
+    scored = client.completions.create(**{**ask, "max_tokens": 0}, echo=True).choices[0]
+    assert (scored.text, scored.logprobs.token_logprobs) == (PROMPTS[0], prompt)
+
+
+def test_penalties_and_biases_are_those_of_a_job(client) -> None:
+    params = {"temperature": 0, "max_tokens": 16, "presence_penalty": 1.5, "logit_bias": {"257": -100, "696": 5}}
+    (offline,) = LLM(num_threads=1).generate(PROMPTS[:1], SamplingParams(**params))
+    assert client.completions.create(model="tiny", prompt=PROMPTS[0], **params).choices[0].text == offline.text
+
+
 def test_a_seed_fixes_the_draw(client) -> None:
     ask = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 16, "seed": 7}
     first, second = (client.completions.create(**ask).choices[0].text for _ in range(2))
