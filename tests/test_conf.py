@@ -55,6 +55,14 @@ def test_every_preset_has_a_file() -> None:
     assert {path.stem for path in (CONF / "model").glob("*.yaml")} == set(PRESETS)
 
 
+def test_mappings_with_any_keys(composed: None) -> None:
+    """Hydra closes every mapping: what a chat template asks for could not be typed."""
+    config = build("data=x", "chat_template_kwargs={enable_thinking: false, n: [1, {a: b}]}", "schema.a=int64")
+    assert config.chat_template_kwargs == {"enable_thinking": False, "n": [1, {"a": "b"}]}
+    assert build("data=x", "chat_template_kwargs.n=3").chat_template_kwargs == {"n": 3}
+    assert config.schema == {"a": "int64"}
+
+
 def test_a_path_wins_over_the_presets_name(composed: None) -> None:
     config = build("data=x", "model=gpt2", "model.path=/some/where")
     assert (config.model.name, config.model.path) == ("gpt2", "/some/where")

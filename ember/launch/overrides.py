@@ -10,10 +10,7 @@ from hydra.core.override_parser.types import ChoiceSweep, Override, OverrideType
 from hydra.errors import OverrideParseException
 
 from ember.errors import UserError
-from ember.launch.keys import is_group, known_keys, no_such_key
-
-_FREE = ("schema", "sampling_columns")
-"""Mappings with any keys."""
+from ember.launch.keys import FREE, is_group, known_keys, no_such_key
 
 
 def check_overrides(lines: Iterable[str]) -> None:
@@ -54,7 +51,7 @@ def _check(override: Override, line: str) -> None:
 
 
 def _check_deletion(key: str) -> None:
-    if key.partition(".")[0] in _FREE and "." in key:
+    if key.partition(".")[0] in FREE and "." in key:
         return
     if key not in known_keys():
         raise UserError(f"~{no_such_key(key)}")

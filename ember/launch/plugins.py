@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ember.config import JobConfig
 from ember.errors import JobError, UserError
-from ember.launch.keys import is_group, known_keys
+from ember.launch.keys import FREE, is_group, known_keys
 from ember.launch.messages import report
 from ember.launch.outcome import BUG, Outcome, drop_bare, forget_outcomes, sweep_outcomes, worst
 from ember.launch.overrides import check_overrides
@@ -133,8 +133,8 @@ def register() -> None:
 def _schema() -> DictConfig:
     """JobConfig, with its free mappings open: Hydra closes every mapping to keys that it does not know."""
     schema: DictConfig = OmegaConf.structured(JobConfig)
-    OmegaConf.set_struct(schema.sampling_columns, False)
-    OmegaConf.set_struct(schema["schema"], False)
+    for key in FREE:
+        OmegaConf.set_struct(schema[key], False)
     return schema
 
 

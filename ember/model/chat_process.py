@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ember.errors import UserError
 MOST_DEATHS = 3
 """Templates that end so many workers in a row would hold up every row of a job for nothing."""
 _TOO_MUCH = "the chat template ran longer, or took more memory, than any should"
+_KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PYTHONHOME", "SYSTEMROOT", "TMPDIR")
 _WORKER = Path(__file__).with_name("chat_worker.py")
 
 
@@ -57,9 +58,7 @@ class ChatProcess:
         self._process = None
 
     def _start(self) -> None:
-        if find_spec("jinja2") is None:
-            raise UserError("chat templates need the package jinja2; pip install 'ember-batch[hf]'")
-        path = os.pathsep.join(sys.path)
+        _check_jinja()
         self._process, self._pid = (
             subprocess.Popen(
                 [sys.executable, "-P", str(_WORKER)],
@@ -67,7 +66,7 @@ class ChatProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": ""},
+                env=_environment(),
                 start_new_session=True,  # Ctrl-C is for the job, which finishes its rows
             ),
             os.getpid(),
@@ -96,6 +95,24 @@ class ChatProcess:
                 self.close()
             raise UserError(f"the chat template says: {reply['error']}")
         return str(reply["text"])
+
+
+def _check_jinja() -> None:
+    """jinja2 is there, without the known ways out of the sandbox of versions before 3.1.6 (CVE-2025-27516)."""
+    try:
+        version = metadata.version("jinja2")
+    except metadata.PackageNotFoundError:
+        version = ""
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdecimal())
+    if numbers < (3, 1, 6):
+        there = f"not {version}" if version else "which is missing"
+        raise UserError(f"chat templates need the package jinja2>=3.1.6, {there}; pip install 'ember-batch[hf]'")
+
+
+def _environment() -> dict[str, str]:
+    """What Python needs to start with this process's packages, and nothing else: a stranger's code runs there."""
+    kept = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
+    return {**kept, "PYTHONPATH": os.pathsep.join(sys.path)}
 
 
 def _end(process: subprocess.Popen[str]) -> None:

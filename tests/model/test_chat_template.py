@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ember.errors import UserError
+from ember.model import chat_process
 from ember.model.chat_process import ChatProcess
 from ember.model.chat_template import ChatTemplate
 from ember.model.conversation import Conversation
@@ -155,6 +156,23 @@ def test_a_template_that_never_ends_is_ended() -> None:
     running = process._process
     process.close()
     assert isinstance(running, subprocess.Popen) and running.poll() is not None
+
+
+def test_a_template_sees_none_of_the_users_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens for the Hub lay in the environment of the process that runs strangers' templates."""
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    process = ChatProcess("x", None)
+    assert process.render({}) == "x" and process._process is not None
+    environment = Path(f"/proc/{process._process.pid}/environ")
+    assert not environment.exists() or b"HF_TOKEN" not in environment.read_bytes()
+
+
+def test_a_jinja_with_holes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is content with any jinja2, also with one whose sandbox has known ways out."""
+    for version, there in (("3.1.5", "not 3.1.5"), ("", "which is missing")):
+        monkeypatch.setattr(chat_process.metadata, "version", lambda _, version=version: version)
+        with pytest.raises(UserError, match=rf"jinja2>=3\.1\.6, {there}; pip install 'ember-batch\[hf\]'"):
+            ChatProcess("x", None).render({})
 
 
 def test_continuing_what_the_template_drops() -> None:
