@@ -13,6 +13,8 @@ from collections.abc import Callable
 from ember.data.file_kinds import shown_path
 from ember.data.manifest import MANIFEST
 
+REPORT, PAGE = "report", "report.html"
+"""The folder of a report, in an output or a sweep's folder, and its page."""
 _RESULTS = re.compile(
     r"completions|steps|report|stdin\.jsonl|manifest\.json|summary(-s\d+of\d+)?\.json|old-\d{8}-\d{6}(-\d+)?"
 )
@@ -41,6 +43,8 @@ class OwnFiles:
 
     def has(self, folder: str, name: str) -> bool:
         """Whether a job wrote `name` as a result in `folder`."""
+        if name == REPORT and self._is_report(folder):
+            return True
         if not _RESULTS.fullmatch(name) or not self._output(folder):
             return False
         self.folders[folder] = None
@@ -66,6 +70,13 @@ class OwnFiles:
         folder = shown_path(self._scheme + (first or "."))
         more = f" and {len(self.folders) - 1} more" if len(self.folders) > 1 else ""
         return [f"results of ember in {folder}{more} are passed over; to read them, name {folder}/completions"]
+
+    def _is_report(self, folder: str) -> bool:
+        """Whether a report lies in a folder: that of a sweep is in no job's output."""
+        try:
+            return bool(self._read(f"{folder}/{REPORT}/{PAGE}" if folder else f"{REPORT}/{PAGE}"))
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _output(self, folder: str) -> bool:
         if folder not in self._is_output:

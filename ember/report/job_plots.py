@@ -77,7 +77,7 @@ def _throughput(time: Timeline, values: Values) -> Picture:
         above, below = figure.subplots(2, 1, sharex=True)
         above.plot(time.middles, time.rate("num_decode_tokens"), color=BLUE, label="output (decode)")
         if values["tokens_per_s"] is not None:
-            above.axhline(values["tokens_per_s"], color=BLACK, lw=0.8, ls="--", label="rows of the whole job")
+            above.axhline(values["tokens_per_s"], color=BLACK, lw=0.8, ls="--", label="mean of the whole job")
         below.plot(time.middles, time.rate("num_prefill_tokens"), color=RED, label="prompts (prefill)")
         below.plot(time.middles, time.rate("num_recomputed_tokens"), color=BLACK, ls=":", label="recomputed")
         for axes in (above, below):

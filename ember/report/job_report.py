@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ember.data.own_files import PAGE, REPORT
 from ember.data.store import Store, cant_write, open_store
 from ember.report.drawing import Picture, check_drawing
 from ember.report.job_plots import job_pictures
@@ -12,7 +13,6 @@ from ember.report.page import Page
 from ember.report.results import JobResults
 from ember.report.words import Unit, row_name, setting, written
 
-REPORT, PAGE = "report", "report.html"
 SAMPLES = 8
 ERRORS_A_KIND = 3
 _CHARS = 1200

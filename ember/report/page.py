@@ -35,7 +35,8 @@ pre b { font-weight: inherit; background: #dcecf8; }
 code { font-size: .87rem; overflow-wrap: anywhere; }
 .bad { color: #a33a00; font-weight: 600; }
 .good { color: #00643f; font-weight: 600; }
-@media print { body { max-width: none; padding: 0; font-size: 10pt; }
+@media print { body { max-width: none; padding: 0; font-size: 9pt; } .lead { font-size: 10pt; }
+  .scroll { overflow: visible; } table { font-size: 6.5pt; } th, td { padding: .1rem .2rem; }
   .pictures { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
 

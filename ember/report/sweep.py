@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from ember.data.manifest import MANIFEST, Manifest
+from ember.data.own_files import REPORT
 from ember.data.store import Store, open_store
 from ember.errors import UserError
 from ember.report.columns import Columns, peak
@@ -94,7 +95,7 @@ class Sweep:
         if sort != POOL and sort not in BY_KEY:
             raise UserError(f"--sort {sort}: no such number; there are: {', '.join((*BY_KEY, POOL))}")
         store = open_store(place)
-        folders = [name for name in store.names() if name != "report" and not name.startswith((".", "old-"))]
+        folders = [name for name in store.names() if name != REPORT and not name.startswith((".", "old-"))]
         found = [name for name in folders if store.sub(name).exists(MANIFEST)]
         if not found:
             raise UserError(f"{place} holds no manifest.json, nor do its folders; name the output of a job or sweep")

@@ -47,7 +47,7 @@ def _over_key(sweep: Sweep, metric: str) -> Picture:
         axes.set_xticks(range(len(places)), places)
         axes.set_xlabel(key)
         axes.set_ylabel(_axis(metric))
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * max((value or 0.0 for line in lines.values() for _, value in line), default=0.0) or 1.0)
         _numbers(axes.yaxis, metric)
         if others and len(lines) <= _MOST_LINES:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)

@@ -85,3 +85,12 @@ def test_folders_of_those_names_without_embers_manifest_are_input(place):
         (place / folder / "a.jsonl").write_text('{"prompt": "x"}\n')
     (place / "web" / "manifest.json").write_text(json.dumps({"name": "an app"}))
     assert len(resolve_files(["web"])[0]) == 3
+
+
+def test_the_report_of_a_sweep_is_no_input(place):
+    """jobs.parquet lies beside the sweep's jobs, in no job's output."""
+    Path("report").mkdir()
+    Path("report/jobs.parquet").write_bytes(b"")
+    assert len(resolve_files(["."])[0]) == 2
+    Path("report/report.html").write_text("<!doctype html>")
+    assert [Path(file).name for file in resolve_files(["."])[0]] == ["p.jsonl"]

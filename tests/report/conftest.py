@@ -29,6 +29,7 @@ def make_job(folder: Path, *, rows: int = 10, max_tokens: int = 12, bad: bool = 
         output=str(folder / "out"),
         progress=False,
         prefix_cache=False,
+        scheduler="prefill_first",
         sampling=SamplingParams(ignore_eos=True),
         sampling_columns={"max_tokens": "n"},
         **chosen,

@@ -21,6 +21,7 @@ from ember.report.measures import MEASURES, measure
 from ember.report.results import JobResults
 from ember.report.timeline import Timeline
 from ember.report.words import written
+from tests.report.conftest import make_job
 
 PICTURES = {
     *("throughput", "sequences", "tokens_a_step", "blocks", "kv_utilization", "preemptions", "step_time"),
@@ -134,6 +135,19 @@ def test_an_output_without_rows_has_a_report(job: str, tmp_path: Path) -> None:
         shutil.copy(Path(job) / name, tmp_path / name)
     assert main(["report", str(tmp_path)]) == 0
     assert main(["inspect", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("form", ["jsonl", "openai_batch"])
+def test_completions_in_any_format_have_the_same_numbers(form, job: str, tmp_path: Path, capsys) -> None:
+    """Only Parquet was read column by column."""
+    output = make_job(tmp_path, output_format=form)
+    counts = [m.key for m in MEASURES if m.key.startswith("num_") and m.key not in ("num_steps", "num_preemptions")]
+    one, other = measure(JobResults.open(job)), measure(JobResults.open(output))
+    assert {key: one[key] for key in counts[:4]} == {key: other[key] for key in counts[:4]}
+    texts = [[row["completion"] for row in JobResults.open(place).samples(10)] for place in (job, output)]
+    assert texts[0] == texts[1]
+    assert main(["inspect", output]) == 0
+    assert "1 bad_row" in capsys.readouterr().out
 
 
 def test_inspect_shows_counts_errors_completions_settings_and_files(job: str, capsys: pytest.CaptureFixture) -> None:
