@@ -13,7 +13,13 @@ GREEDY_BELOW = 1e-5
 """A temperature under this is greedy: dividing by it could only widen the gap to the best token."""
 
 MOST_SAMPLES = 16_384
+MOST_BEAMS = 256
 """Of one prompt."""
+_OF_BEAMS = (
+    *("n", "beam_width", "length_penalty", "early_stopping", "max_tokens", "min_tokens", "stop_token_ids"),
+    *("ignore_eos", "seed", "include_stop_str_in_output", "skip_special_tokens", "truncate_prompt_tokens"),
+)
+"""What a beam search heeds."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,6 +51,9 @@ class SamplingParams:
             object or its text), a regular expression, one of some texts, a Lark grammar (see `ember.output_form`).
         seed: the row's own seed; None derives one from the job's seed and the row's index.
         n: samples of a prompt, each with random numbers of its own, which do not depend on `n`.
+        best_of: draw so many samples and keep the `n` with the highest sum of log-probabilities, best first.
+        beam_width: search with so many beams and keep the `n` best hypotheses (see `ember.beam_search`).
+        length_penalty, early_stopping: of that search.
 
     Raises:
         ConfigError: a value of the wrong type or out of range; names the key.
@@ -76,6 +85,10 @@ class SamplingParams:
     grammar: str | None = None
     seed: int | None = None
     n: int = 1
+    best_of: int | None = None
+    beam_width: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: Any = False
 
     def __post_init__(self) -> None:
         self._check_logits()
@@ -89,7 +102,7 @@ class SamplingParams:
         check_output_form(self)
         if self.seed is not None:
             self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1, or null")
-        self.n = at_least("n", self.n, 1, high=MOST_SAMPLES)
+        self._check_samples()
 
     def _check_logits(self) -> None:
         for key in ("presence_penalty", "frequency_penalty"):
@@ -123,6 +136,31 @@ class SamplingParams:
         self.stop_token_ids = token_ids("stop_token_ids", self.stop_token_ids)
         for key in ("include_stop_str_in_output", "skip_special_tokens", "ignore_eos"):
             boolean(key, getattr(self, key))
+
+    def _check_samples(self) -> None:
+        self.n = at_least("n", self.n, 1, high=MOST_SAMPLES)
+        if self.best_of is not None:
+            self.best_of = at_least("best_of", self.best_of, self.n, high=MOST_SAMPLES)
+        self.length_penalty = real("length_penalty", self.length_penalty, "must be in [-8, 8]", low=-8.0, high=8.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ConfigError("early_stopping", self.early_stopping, "must be true, false or never")
+        if self.beam_width is None:
+            return
+        self.beam_width = at_least("beam_width", self.beam_width, self.n, high=MOST_BEAMS)
+        plain = SamplingParams()
+        for key in (f.name for f in fields(self) if f.name not in _OF_BEAMS):
+            if getattr(self, key) != getattr(plain, key):
+                raise ConfigError(key, getattr(self, key), "has no meaning with beam_width; remove one of the two")
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that are computed for the `n` samples."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def ranked(self) -> bool:
+        """Whether the samples are the best of all that is computed, so that they only come together."""
+        return self.beam_width is not None or self.best_of is not None
 
     @property
     def greedy(self) -> bool:

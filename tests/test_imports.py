@@ -28,6 +28,7 @@ LEVELS = {
     "ember.cache": 3,
     "ember.model": 3,
     "ember.attention": 3,
+    "ember.beam_search": 0,
     "ember.core": 4,
     "ember.sampling": 4,
     "ember.core.scheduler": 5,

@@ -16,7 +16,7 @@ import torch
 from ember.core.batch import ScheduledSequence, SchedulerOutput, StepOutput, TokenEvent
 from ember.core.sampler import Sampler, SamplerOutput
 from ember.core.scheduler import Scheduler
-from ember.core.sequence import FinishReason, Sequence
+from ember.core.sequence import FinishReason, Sequence, SequenceStatus
 from ember.core.stats import StepStats
 from ember.errors import RequestError
 from ember.sampling.logprobs import token_logprobs
@@ -146,7 +146,10 @@ class Engine:
 
         Every draw finds its sequence as plain decoding would have it: exact whatever the sampler looks at.
         """
-        drawing = [drawer for s, row in _first_rows(scheduled) for drawer in self._with_children(s, row)]
+        first = _first_rows(scheduled)
+        self._search(logits, [(s.sequence, row) for s, row in first if s.sequence.search is not None], out)
+        plain = [(s, row) for s, row in first if s.sequence.search is None]
+        drawing = [drawer for s, row in plain for drawer in self._with_children(s, row)]
         for ahead in itertools.count():
             if not drawing:
                 return
@@ -164,11 +167,38 @@ class Engine:
         forked = [ScheduledSequence(s, leader.start, 0, leader.block_table, True, 0) for s in children]
         return [(s, row) for s in (leader, *forked)]
 
+    def _search(self, logits: torch.Tensor, offers: list[tuple[Sequence, int]], out: StepOutput) -> None:
+        """Show searches the logits after their beams; those that have seen all of them go on by a token, or end."""
+        for beam, row in offers:
+            search = beam.search
+            if search is None or beam.status is not SequenceStatus.RUNNING:
+                continue
+            self.scheduler.hold(beam)
+            if not search.offer(beam.sample_index, logits[row]):
+                self._end(beam.beams, RequestError("bad_logits", "the network's logits are not finite numbers"), out)
+            elif search.complete:
+                if moves := search.advance():
+                    self.scheduler.branch(beam.beams, moves)
+                else:
+                    self._end(beam.beams, None, out)
+
+    def _end(self, beams: list[Sequence], error: RequestError | None, out: StepOutput) -> None:
+        """Finish a search: its beams take over its hypotheses, the best first."""
+        now = perf_counter()
+        for beam in beams:
+            beam.take_hypothesis(error)
+            beam.admitted_s, beam.first_token_s, beam.finished_s = beams[0].admitted_s, now, now
+            self.abort(beam.request_id)
+            out.finished.append(beam)
+
     def _take(
         self, sequence: Sequence, token: int | RequestError | None, out: StepOutput, on_token: OnToken | None
     ) -> None:
         """Append a token, or note an error, and finish the sequence if it has ended; None: it was to be scored only."""
         now = perf_counter()
+        if isinstance(token, RequestError) and sequence.search is not None:
+            self._end(sequence.beams, token, out)
+            return
         if isinstance(token, RequestError):
             sequence.finish_reason, sequence.error = FinishReason.ERROR, token
         elif token is None:
@@ -186,7 +216,9 @@ class Engine:
     def _stats(self, plan: SchedulerOutput) -> StepStats:
         """Count the step while its sequences still hold their blocks."""
         blocks, running = self.scheduler.blocks, self.scheduler.running
-        counts = {s.request_id: s.num_computed_tokens for s in running}
+        counts = {
+            s.request_id: s.num_computed_tokens for s in (*running, *self.scheduler.held) if s.num_computed_tokens
+        }
         counts.update((s.sequence.request_id, s.start + s.num_new_tokens) for s in plan.scheduled)
         live = blocks.live_tokens(counts)
         stats = StepStats(

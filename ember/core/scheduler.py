@@ -10,6 +10,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 
+from ember.beam_search import Move
 from ember.cache.block_manager import BlockManager
 from ember.cache.prefix_cache import PrefixHit
 from ember.core.batch import ScheduledSequence, SchedulerOutput
@@ -44,6 +45,7 @@ class Scheduler:
         self.prefill_share = prefill_share
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.held: list[Sequence] = []
         self._batch_open = True
         self._num_added = 0
 
@@ -59,10 +61,14 @@ class Scheduler:
         if sequence.status is SequenceStatus.RUNNING:
             self._publish(sequence)
             self.running.remove(sequence)
+        elif sequence.status is SequenceStatus.HELD:
+            self.held.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence.status is not SequenceStatus.FINISHED:
-            next(s.children for s in (*self.running, *self.waiting) if sequence in s.children).remove(sequence)
+            next(s.children for s in (*self.running, *self.held, *self.waiting) if sequence in s.children).remove(
+                sequence
+            )
         sequence.status = SequenceStatus.FINISHED
         self.blocks.free(sequence.request_id)
         self._put_back(sequence.children)
@@ -83,6 +89,49 @@ class Scheduler:
             child.admitted_s, child.status = leader.admitted_s, SequenceStatus.RUNNING
             insort(self.running, child, key=_order)
         return started
+
+    def hold(self, beam: Sequence) -> None:
+        """Let a beam that is computed wait for the others of its search; it keeps its blocks as long as they can be."""
+        self._publish(beam)
+        self.running.remove(beam)
+        self.held.append(beam)
+        beam.status = SequenceStatus.HELD
+
+    def branch(self, beams: list[Sequence], moves: list[Move]) -> None:
+        """Let the beams of a search go on, each with a token after those of its parent, whose blocks it shares."""
+        for move in moves:
+            if move.beam != move.parent:
+                self._copy(beams[move.parent], beams[move.beam])
+        for move in moves:
+            beams[move.beam].token_ids.append(move.token)
+            beams[move.beam].children = []
+            self._resume(beams[move.beam])
+
+    def _copy(self, parent: Sequence, beam: Sequence) -> None:
+        self.blocks.free(beam.request_id)
+        if parent.num_computed_tokens:
+            self.blocks.fork(parent.request_id, beam.request_id)
+        beam.token_ids = list(parent.token_ids)
+        beam.num_computed_tokens = parent.num_computed_tokens
+        beam.max_computed_tokens = max(beam.max_computed_tokens, parent.num_computed_tokens)
+
+    def _resume(self, beam: Sequence) -> None:
+        """Let a beam run on if its K/V is there and a place is free; else it gets back in line."""
+        if beam.status is SequenceStatus.HELD:
+            self.held.remove(beam)
+        if beam.num_computed_tokens and self._num_taken() < self.max_num_seqs:
+            beam.status = SequenceStatus.RUNNING
+            insort(self.running, beam, key=_order)
+        else:
+            self._give_up(beam)
+            beam.status = SequenceStatus.PREEMPTED
+            insort(self.waiting, beam, key=_order)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks; its tokens stay."""
+        self.blocks.free(sequence.request_id)
+        sequence.num_preemptions += sequence.num_computed_tokens > 0
+        sequence.num_computed_tokens = 0
 
     def _put_back(self, family: list[Sequence]) -> None:
         if family:
@@ -138,7 +187,8 @@ class Scheduler:
 
     def _speculate(self, proposer: Proposer, out: SchedulerOutput) -> None:
         """Add proposed tokens to the decodes, within what the rest of the step leaves of the budget and the pool."""
-        for s in [s for s in out.scheduled if s.samples and s.start >= s.sequence.num_prompt_tokens]:
+        decodes = [s for s in out.scheduled if s.samples and s.start >= s.sequence.num_prompt_tokens]
+        for s in [s for s in decodes if s.sequence.search is None]:
             end, sequence = s.start + s.num_new_tokens, s.sequence
             room = (len(s.block_table) + self.blocks.num_available) * self.blocks.block_size - end
             left = sequence.max_tokens - sequence.num_output_tokens - 1
@@ -163,6 +213,11 @@ class Scheduler:
         if num_new_tokens == 0:
             return
         while (copies := self.blocks.grow(sequence.request_id, start + num_new_tokens, start)) is None:
+            idle = next((beam for beam in self.held if beam.num_computed_tokens), None)
+            if idle is not None:
+                self._give_up(idle)
+                out.preempted.append(idle)
+                continue
             victim = self._victim(sequence)
             self._preempt(victim, out)
             if victim is sequence:
@@ -242,10 +297,8 @@ class Scheduler:
     def _preempt(self, sequence: Sequence, out: SchedulerOutput) -> None:
         """Give up a sequence's K/V, keep its tokens, put it back to its place in the line."""
         self.running.remove(sequence)
-        self.blocks.free(sequence.request_id)
+        self._give_up(sequence)
         sequence.status = SequenceStatus.PREEMPTED
-        sequence.num_computed_tokens = 0
-        sequence.num_preemptions += 1
         insort(self.waiting, sequence, key=_order)
         out.preempted.append(sequence)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from ember.beam_search import BeamSearch
 from ember.errors import RequestError
 from ember.sampling.constraint import TokenConstraint
 from ember.sampling.token_logprobs import TokenLogprobs
@@ -20,11 +21,16 @@ class FinishReason(StrEnum):
 
 
 class SequenceStatus(StrEnum):
-    """Where a sequence is. PREEMPTED is waiting again, with its tokens kept and its K/V given up."""
+    """Where a sequence is.
+
+    PREEMPTED is waiting again, with its tokens kept and its K/V given up. A beam is HELD from when it is computed until
+    the others of its search are, too.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    HELD = "held"
     FINISHED = "finished"
 
 
@@ -36,7 +42,8 @@ class Sequence:
     when it reaches the last one. `max_tokens` is already cut to the room in `max_model_len`. `order` numbers arrivals;
     `num_cached_tokens` is what of the prompt was in the pool when it was first admitted.
     `request_id` is its own in the engine; `parent_id` is that of the request which it is a sample of. `children` are
-    other samples of its prompt, which wait to be forked from it when the prompt is computed.
+    other samples of its prompt, which wait to be forked from it when the prompt is computed. `beams` are those of a
+    `search` by number, itself among them.
 
     `max_tokens` 0 is a prompt that is only scored. `logprobs` has an entry an output token unless `num_logprobs` is
     None, `prompt_logprobs` one for each prompt token that is scored so far; nothing stands before the first one, so
@@ -51,11 +58,14 @@ class Sequence:
     sample_index: int = 0
     parent_id: int = -1
     children: list[Sequence] = field(default_factory=list)
+    search: BeamSearch | None = None
+    beams: list[Sequence] = field(default_factory=list)
     order: int = 0
     num_prompt_tokens: int = 0
     num_computed_tokens: int = 0
     max_computed_tokens: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
+    search_logprob: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: RequestError | None = None
@@ -77,12 +87,24 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.parent_id = self.request_id if self.parent_id < 0 else self.parent_id
         self.adjusts_logits = bool(self.bad_words or self.constraint) or self.params.adjusts_logits
-        self.num_logprobs = self.params.logprobs
+        self.num_logprobs = 0 if self.params.logprobs is None and self.params.best_of else self.params.logprobs
 
     @property
     def family(self) -> list[Sequence]:
         """Itself and its children."""
         return [self, *self.children]
+
+    def take_hypothesis(self, error: RequestError | None) -> None:
+        """End as the hypothesis of its search that has its number, or with an error; without one it has no output."""
+        self.finish_reason, self.error = FinishReason.ERROR if error else FinishReason.LENGTH, error
+        del self.token_ids[self.num_prompt_tokens :]
+        if error is None and self.search is not None and self.sample_index < len(self.search.hypotheses):
+            found = self.search.hypotheses[self.sample_index]
+            self.token_ids += found.token_ids
+            self.search_logprob = found.logprob
+            if found.stop_id is not None:
+                self.finish_reason = FinishReason.STOP
+                self.stop_reason = found.stop_id if found.stop_id in self.params.stop_token_ids else None
 
     @property
     def num_tokens(self) -> int:
@@ -112,6 +134,8 @@ class Sequence:
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the output tokens' log-probabilities; None unless they are kept."""
+        if self.search is not None:
+            return self.search_logprob
         return None if self.num_logprobs is None else sum(entry.logprobs[0] for entry in self.logprobs)
 
     @property

@@ -23,7 +23,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _ASKS = {COMPLETIONS: "prompt", CHAT: "messages"}
 """The key of a body that each URL answers."""
 _SAMPLING = (
-    *("max_tokens", "temperature", "top_p", "stop", "seed", "n"),
+    *("max_tokens", "temperature", "top_p", "stop", "seed", "n", "best_of"),
     *("top_k", "min_p", "min_tokens", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "allowed_token_ids"),
     *("prompt_logprobs", "truncate_prompt_tokens", "include_stop_str_in_output"),
@@ -32,7 +32,6 @@ _TRANSLATED = ("logprobs", "top_logprobs", "response_format", "structured_output
 _ACCEPTED = frozenset({"model", "prompt", "messages", "user", "metadata", "store", *_TRANSLATED, *_SAMPLING})
 """Keys of a body that are honoured, or that change no completion."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
     "stream": (False,),

@@ -191,6 +191,8 @@ class OutputProcessor:
     def finish(self, sequence: Sequence) -> CompletionOutput:
         """The result of a finished sequence, which is no longer followed."""
         live = self._live.pop(sequence.request_id)
+        for token in sequence.output_token_ids if sequence.search is not None else ():  # known only now
+            live.push(token)
         return CompletionOutput(
             index=sequence.sample_index,
             text=live.final_text(),

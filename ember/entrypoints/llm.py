@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from ember.attention.base import make_backend
+from ember.beam_search import BeamSearch
 from ember.cache.block_manager import BlockManager
 from ember.cache.kv_pool import KVPool
 from ember.cache.prefix_cache import PrefixCache
@@ -173,7 +174,7 @@ class LLM:
         seed = row_seed(self.plan.config.seed, request_id) if params.seed is None else params.seed
         text, is_chat = prompt if isinstance(prompt, str) else None, isinstance(prompt, Conversation | ChatPrompt)
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed, num_samples=params.n)
-        samples = [i for i in range(params.n) if i not in samples_done]
+        samples = [i for i in range(params.n) if params.ranked or i not in samples_done]
         admission = Admission(self.plan)
         try:
             if isinstance(prompt, Conversation):
@@ -188,12 +189,14 @@ class LLM:
         if room == 0 and params.prompt_logprobs is None:
             result.outputs = [CompletionOutput(i, finish_reason=FinishReason.LENGTH) for i in samples]
             return result
-        live = self._live[request_id] = LiveRequest(result, together)
+        live = self._live[request_id] = LiveRequest(result, together or params.ranked, params)
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids = stop_ids.union(self.plan.eos_token_ids(is_chat=is_chat))
-        leader, *children = (self._sequence(result, params, i, room, stop_ids, bad_words) for i in samples)
+        computed = range(params.num_sequences) if params.ranked else samples
+        leader, *children = (self._sequence(result, params, i, room, stop_ids, bad_words) for i in computed)
         leader.children = children
+        _join_search(leader)
         for sequence in leader.family:
             live.sequence_ids[sequence.sample_index] = sequence.request_id
             sequence.prompt_logprobs = leader.prompt_logprobs
@@ -278,6 +281,23 @@ class LLM:
         if not live.sequence_ids:
             del self._live[sequence.parent_id]
         return live
+
+
+def _join_search(leader: Sequence) -> None:
+    """Make a family the beams of one search, if that is what its parameters ask for."""
+    params, beams = leader.params, leader.family
+    if params.beam_width is None:
+        return
+    search = BeamSearch(
+        params.beam_width,
+        stop_ids=leader.stop_ids,
+        max_tokens=leader.max_tokens,
+        min_tokens=params.min_tokens,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+    )
+    for beam in beams:
+        beam.search, beam.beams = search, beams
 
 
 def _prefix_cache(plan: EnginePlan) -> PrefixCache | None:

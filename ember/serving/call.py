@@ -142,6 +142,8 @@ def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         named = re.match(r"body\.(\w+)", str(error))
         message = str(error).removeprefix("body.")
         raise ApiError(400, message, param=named and named[1], code="unsupported_parameter") from None
+    if params.ranked and params.num_sequences > 1:
+        raise ApiError(400, "best_of above 1 is not supported", param="best_of", code="unsupported_parameter")
     _check_limits(params)
     return params
 

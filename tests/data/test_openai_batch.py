@@ -59,7 +59,6 @@ def test_request_lines_are_rows(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("best_of", 3),
         ("top_logprobs", 3),
         ("echo", True),
         ("suffix", "end"),
@@ -107,7 +106,7 @@ def test_what_has_another_name_is_translated(tmp_path, body, sampling):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("best_of", None), ("echo", False), ("presence_penalty", 0), ("frequency_penalty", 0.0),
+    [("echo", False), ("presence_penalty", 0), ("frequency_penalty", 0.0),
      ("logit_bias", {}), ("stream", False), ("suffix", None), ("tools", []), ("unheard_of", None)],
 )  # fmt: skip
 def test_defaults_ask_for_nothing(tmp_path, key, value):
