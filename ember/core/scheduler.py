@@ -65,10 +65,9 @@ class Scheduler:
             self.held.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        elif sequence.status is not SequenceStatus.FINISHED:
-            next(s.children for s in (*self.running, *self.held, *self.waiting) if sequence in s.children).remove(
-                sequence
-            )
+        else:
+            for leader in (*self.running, *self.held, *self.waiting):
+                leader.children = [child for child in leader.children if child is not sequence]
         sequence.status = SequenceStatus.FINISHED
         self.blocks.free(sequence.request_id)
         self._put_back(sequence.children)
