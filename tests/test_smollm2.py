@@ -1,4 +1,7 @@
-"""A chat model with real weights: SmolLM2-135M-Instruct, in the folder that EMBER_SMOLLM2 names."""
+"""A chat model with real weights: SmolLM2-135M-Instruct, in the folder that EMBER_SMOLLM2 names.
+
+`python -m tests.make_smollm2 FOLDER` makes it.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +61,16 @@ def test_tokens_of_transformers(llm: LLM) -> None:
             theirs = model.generate(torch.tensor([ids]), **asked)[0, len(ids) :].tolist()
         assert answer.token_ids == theirs
         assert answer.text == tokenizer.decode(theirs, skip_special_tokens=True)
+
+
+def test_the_gguf_file_and_the_folder_make_the_same_tokens(llm: LLM) -> None:
+    """Weights, tokenizer, template and EOS out of one file: whatever is read otherwise shows."""
+    file = next(Path(FOLDER).glob("*.gguf"))
+    other = LLM(file, max_model_len=1024, max_num_seqs=20)
+    lines = (ROOT / "jobs/prompts/mtbench.jsonl").read_text().splitlines()[20:40]
+    chats = [user(json.loads(line)["prompt"]) for line in lines]
+    chats.append(user("It's 12345 o'clock,\n\n  na\u00efve \u65e5\u672c <|im_end|>"))
+    ours, theirs = (one.chat(chats, SamplingParams(max_tokens=16)) for one in (other, llm))
+    for mine, its in zip(ours, theirs, strict=True):
+        assert (mine.prompt, mine.prompt_token_ids) == (its.prompt, its.prompt_token_ids)
+        assert (mine.token_ids, mine.finish_reason) == (its.token_ids, its.finish_reason)
