@@ -24,6 +24,8 @@ _SPACE = "\u2581"
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _GROWING = {"Prepend": 1, "Replace": 1, "NFC": 4}
 """Normalizers that keep at least this part of a text's bytes; others may shrink it to nothing."""
+_KEEPING = ("ByteLevel", "Digits", "Metaspace", "Split", "Punctuation")
+"""Pre-tokenizers that keep all of a text, unless told to remove what they cut at."""
 
 
 class LibraryTokenizer(Tokenizer):
@@ -206,15 +208,24 @@ def _missing_bytes(data: Mapping[str, Any], vocab: Mapping[str, int], style: _St
 
 def _most_bytes(data: Mapping[str, Any], pieces: list[bytes], added: Mapping[int, Any]) -> int | None:
     """The most bytes of a text that one token can spell; None where there is no such number."""
-    normalizer = data.get("normalizer") or {"type": "Sequence", "normalizers": []}
-    steps: list[Any] = normalizer["normalizers"] if normalizer["type"] == "Sequence" else [normalizer]
+    steps = _steps(data.get("normalizer"), "normalizers")
     kinds = [str(step["type"]) for step in steps]
-    unbounded = data["model"].get("fuse_unk") and not data["model"].get("byte_fallback")
-    if unbounded or not set(kinds) <= _GROWING.keys() or any(token.lstrip or token.rstrip for token in added.values()):
+    fuses = data["model"].get("fuse_unk") and not data["model"].get("byte_fallback")
+    trims = any(token.lstrip or token.rstrip for token in added.values())
+    replaces = any(step.get("content") != _SPACE for step in steps if step["type"] == "Replace")
+    if fuses or trims or replaces or not set(kinds) <= _GROWING.keys():
         return None
-    if any(step.get("content") != _SPACE for step in steps if step.get("type") == "Replace"):
+    cuts = _steps(data.get("pre_tokenizer"), "pretokenizers")
+    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in cuts):
         return None
     return max(map(len, (*pieces, b"."))) * max((_GROWING[kind] for kind in kinds), default=1)
+
+
+def _steps(part: Any, name: str) -> list[Any]:
+    """The steps of a part of a tokenizer.json, which may be one, several or none."""
+    if part is None:
+        return []
+    return list(part[name]) if part["type"] == "Sequence" else [part]
 
 
 def _surroundings(library: Any, settings: TokenizerSettings, source: str) -> tuple[list[int], list[int]]:

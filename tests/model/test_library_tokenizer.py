@@ -129,6 +129,22 @@ def test_the_first_space_of_a_completion(kind: str) -> None:
         assert decoder.text == whole.removeprefix(library(kind).decode(before))
 
 
+def test_the_least_number_of_tokens_is_never_too_high() -> None:
+    """Prompts were refused as too long by their bytes, where the tokenizer drops most of them."""
+    long = " " * 10_000 + "a"
+    for kind in KINDS:
+        bounded = ours(kind).min_tokens(long)
+        assert bounded <= len(ours(kind).encode(long))
+    data = json.loads(tokenizer_json("llama2"))
+    for change in (
+        {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}},
+        {"pre_tokenizer": {"type": "WhitespaceSplit"}},
+        {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
+    ):
+        tokenizer = LibraryTokenizer(data | change, TokenizerSettings(), "tokenizer.json")
+        assert tokenizer.min_tokens(long) == 0 < len(tokenizer.encode(long))
+
+
 def test_bos_of_the_settings_goes_before_the_files(tmp_path: Path) -> None:
     """`add_bos_token: false` beside a tokenizer.json that adds one: transformers follows the former."""
     off = load_tokenizer(tokenizer_folder(tmp_path / "off", "llama2", add_bos_token=False))
