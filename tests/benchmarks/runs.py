@@ -130,7 +130,7 @@ class Bench:
         self.run([Request(r.prompt[:32], 4) for r in requests[:WARM_UP]])
 
     def run(self, requests: Seq[Request]) -> Run:
-        """All requests at once, greedy, EOS ignored.
+        """All requests at once, EOS ignored.
 
         Raises:
             RuntimeError: a request could not run, or got another number of tokens than asked.
@@ -139,7 +139,8 @@ class Bench:
         self._network.reset()
         begin = perf_counter()
         for index, request in enumerate(requests):
-            failed = self.llm.add(index, request.prompt, SamplingParams(max_tokens=request.out, ignore_eos=True))
+            params = SamplingParams(max_tokens=request.out, ignore_eos=True, temperature=request.temperature)
+            failed = self.llm.add(index, request.prompt, params)
             if failed is not None:
                 raise RuntimeError(f"request {index}: {failed.error}")
         tokens: dict[int, list[int]] = {}

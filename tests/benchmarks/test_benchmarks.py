@@ -21,10 +21,19 @@ COMMANDS = {
     "block_size": ["--workload", "w3", "--size", "1", "--size", "512", "--pool", "1024tok"],
     "continuous_vs_static": ["--requests", "16", "--max-num-seqs", "2"],
     "prefix": ["--workload", "w2"],
+    "speculation": ["--batch", "2"],
     "overhead": ["--sequences", "1", "--sequences", "3"],
     "peers.__main__": ["--workload", "w3", "--peer", "openvino"],
 }
-ROWS = {"throughput": 2, "block_size": 2, "continuous_vs_static": 6, "overhead": 2, "prefix": 2, "peers.__main__": 2}
+ROWS = {
+    "throughput": 2,
+    "block_size": 2,
+    "continuous_vs_static": 6,
+    "overhead": 2,
+    "prefix": 2,
+    "speculation": 3,
+    "peers.__main__": 2,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -34,6 +34,7 @@ class Request:
 
     prompt: list[int]
     out: int
+    temperature: float = 0.0
 
     @property
     def num_tokens(self) -> int:
@@ -89,7 +90,7 @@ def _shrunk(request: Request, max_len: int) -> Request:
     if request.num_tokens <= max_len:
         return request
     out = max(1, request.out * max_len // request.num_tokens)
-    return Request(request.prompt[: max_len - out], out)
+    return replace(request, prompt=request.prompt[: max_len - out], out=out)
 
 
 def main() -> None:
