@@ -3,7 +3,7 @@
 Vector code is written here, not left to the compiler, whose choices would follow the block size and the length of a
 run. Nothing is summed across lanes but at the very end, every multiply-add is one `fma`, and no sum is reordered:
 
-    scores   lane = slot        s[t] += q[d] * k[d, t]      for d in order       keys lie as [head_dim, 8 slots]
+    scores   lane = slot        s[t] += q[d] * k[d, t]      for even d, for odd d, then both; keys: [head_dim, 8 slots]
     output   lane = dimension   o[d] += w[t] * v[t, d]      for t in order       values lie as [slot, head_dim]
 
 A query takes its positions in tiles of 64 from position 0 on, with an online softmax (Milakov and Gimelshein,
@@ -37,7 +37,6 @@ QUAD = 4
 
 F = np.float32
 intrinsic: Any = extending.intrinsic  # its own type hints count `typing` as an argument of the call
-_GROUPS = TILE // LANES
 _NEVER = F(-np.inf)
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
@@ -226,82 +225,73 @@ def _exp(x: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _scores_of_one(s: Any, q: Any, q_at: Any, k: Any, base: Any, begin: Any, seen: Any, dim: Any, width: Any) -> None:
-    """s[t] = q . k[t] for t in begin .. seen of the tile, 32 at a time (groups are there, the last ones repeated)."""
-    for g in range(begin // (4 * LANES) * 4, (seen + LANES - 1) // LANES, 4):
-        k0, k1, k2, k3 = base[g] * width, base[g + 1] * width, base[g + 2] * width, base[g + 3] * width
-        s0 = s1 = s2 = s3 = _splat(_ZERO)
-        for d in range(dim):
-            x, at = _spread_at(q, q_at + d), d * LANES
-            s0 = _fma(x, _load(k, k0 + at), s0)
-            s1 = _fma(x, _load(k, k1 + at), s1)
-            s2 = _fma(x, _load(k, k2 + at), s2)
-            s3 = _fma(x, _load(k, k3 + at), s3)
-        t = g * LANES
-        _store(s, t, s0)
-        _store(s, t + 8, s1)
-        _store(s, t + 16, s2)
-        _store(s, t + 24, s3)
+def _scores_of_one(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, groups: Any, dim: Any, width: Any) -> None:
+    """s[t] = q . k[t] for some groups of 8 slots: the even dimensions in order, the odd ones in order, then both."""
+    for g in range(groups):
+        even = odd = _splat(_ZERO)
+        at = k_at + g * LANES * width
+        for d in range(0, dim - 1, 2):
+            even = _fma(_spread_at(q, q_at + d), _load(k, at + d * LANES), even)
+            odd = _fma(_spread_at(q, q_at + d + 1), _load(k, at + (d + 1) * LANES), odd)
+        if dim % 2:
+            even = _fma(_spread_at(q, q_at + dim - 1), _load(k, at + (dim - 1) * LANES), even)
+        _store(s, s_at + g * LANES, _add(even, odd))
 
 
 @njit(error_model="numpy")
-def _scores_of_four(s: Any, q: Any, q_at: Any, k: Any, base: Any, begin: Any, seen: Any, dim: Any, width: Any) -> None:
-    """As `_scores_of_one`, for four rows of q, 16 positions at a time."""
+def _scores_of_four(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, groups: Any, dim: Any, width: Any) -> None:
+    """As `_scores_of_one`, for four rows of q."""
     q1, q2, q3 = q_at + width, q_at + 2 * width, q_at + 3 * width
-    for g in range(begin // (2 * LANES) * 2, (seen + LANES - 1) // LANES, 2):
-        k0, k1 = base[g] * width, base[g + 1] * width
+    for g in range(groups):
         a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = _splat(_ZERO)
-        for d in range(dim):
-            x, y = _load(k, k0 + d * LANES), _load(k, k1 + d * LANES)
-            q0 = _spread_at(q, q_at + d)
-            a0, a1 = _fma(q0, x, a0), _fma(q0, y, a1)
-            q0 = _spread_at(q, q1 + d)
-            b0, b1 = _fma(q0, x, b0), _fma(q0, y, b1)
-            q0 = _spread_at(q, q2 + d)
-            c0, c1 = _fma(q0, x, c0), _fma(q0, y, c1)
-            q0 = _spread_at(q, q3 + d)
-            d0, d1 = _fma(q0, x, d0), _fma(q0, y, d1)
-        t = g * LANES
-        _store(s, t, a0)
-        _store(s, t + 8, a1)
-        _store(s, t + TILE, b0)
-        _store(s, t + TILE + 8, b1)
-        _store(s, t + 2 * TILE, c0)
-        _store(s, t + 2 * TILE + 8, c1)
-        _store(s, t + 3 * TILE, d0)
-        _store(s, t + 3 * TILE + 8, d1)
+        at = k_at + g * LANES * width
+        for d in range(0, dim - 1, 2):
+            x, y = _load(k, at + d * LANES), _load(k, at + (d + 1) * LANES)
+            a0, a1 = _fma(_spread_at(q, q_at + d), x, a0), _fma(_spread_at(q, q_at + d + 1), y, a1)
+            b0, b1 = _fma(_spread_at(q, q1 + d), x, b0), _fma(_spread_at(q, q1 + d + 1), y, b1)
+            c0, c1 = _fma(_spread_at(q, q2 + d), x, c0), _fma(_spread_at(q, q2 + d + 1), y, c1)
+            d0, d1 = _fma(_spread_at(q, q3 + d), x, d0), _fma(_spread_at(q, q3 + d + 1), y, d1)
+        if dim % 2:
+            x, d = _load(k, at + (dim - 1) * LANES), dim - 1
+            a0, b0 = _fma(_spread_at(q, q_at + d), x, a0), _fma(_spread_at(q, q1 + d), x, b0)
+            c0, d0 = _fma(_spread_at(q, q2 + d), x, c0), _fma(_spread_at(q, q3 + d), x, d0)
+        t = s_at + g * LANES
+        _store(s, t, _add(a0, a1))
+        _store(s, t + TILE, _add(b0, b1))
+        _store(s, t + 2 * TILE, _add(c0, c1))
+        _store(s, t + 3 * TILE, _add(d0, d1))
 
 
 @njit(error_model="numpy")
-def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, base: Any, begin: Any, end: Any, width: Any) -> None:
-    """o[d] += w[t] * v[t, d] for t in begin .. end of the tile, 32 dimensions at a time, then 8."""
-    for at in range(0, width - 31, 32):
+def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, count: Any, width: Any) -> None:
+    """o[d] += w[t] * v[t, d] for some neighbouring slots in order, 64 dimensions at a time, then 8."""
+    for at in range(0, width - 63, 64):
         to = o_at + at
         o0, o1, o2, o3 = _load(o, to), _load(o, to + 8), _load(o, to + 16), _load(o, to + 24)
-        for g in range(begin // LANES, (end + LANES - 1) // LANES):
-            first, last = max(begin, g * LANES), min(end, g * LANES + LANES)
-            p = (base[g] + first - g * LANES) * width + at
-            for t in range(first, last):
-                x = _spread_at(w, w_at + t)
-                o0 = _fma(x, _load(v, p), o0)
-                o1 = _fma(x, _load(v, p + 8), o1)
-                o2 = _fma(x, _load(v, p + 16), o2)
-                o3 = _fma(x, _load(v, p + 24), o3)
-                p += width
+        o4, o5, o6, o7 = _load(o, to + 32), _load(o, to + 40), _load(o, to + 48), _load(o, to + 56)
+        for t in range(count):
+            x, p = _spread_at(w, w_at + t), v_at + t * width + at
+            o0, o1 = _fma(x, _load(v, p), o0), _fma(x, _load(v, p + 8), o1)
+            o2, o3 = _fma(x, _load(v, p + 16), o2), _fma(x, _load(v, p + 24), o3)
+            o4, o5 = _fma(x, _load(v, p + 32), o4), _fma(x, _load(v, p + 40), o5)
+            o6, o7 = _fma(x, _load(v, p + 48), o6), _fma(x, _load(v, p + 56), o7)
         _store(o, to, o0)
         _store(o, to + 8, o1)
         _store(o, to + 16, o2)
         _store(o, to + 24, o3)
-    for at in range(width // 32 * 32, width, LANES):
+        _store(o, to + 32, o4)
+        _store(o, to + 40, o5)
+        _store(o, to + 48, o6)
+        _store(o, to + 56, o7)
+    for at in range(width // 64 * 64, width, LANES):
         o0 = _load(o, o_at + at)
-        for t in range(begin, end):
-            p = (base[t // LANES] + t % LANES) * width + at
-            o0 = _fma(_spread_at(w, w_at + t), _load(v, p), o0)
+        for t in range(count):
+            o0 = _fma(_spread_at(w, w_at + t), _load(v, v_at + t * width + at), o0)
         _store(o, o_at + at, o0)
 
 
 @njit(error_model="numpy")
-def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, begin: Any, end: Any, width: Any) -> None:
+def _values_of_four(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, count: Any, width: Any) -> None:
     """As `_values_of_one`, for four rows of o and w, 16 dimensions at a time."""
     row1, row2, row3 = o_at + width, o_at + 2 * width, o_at + 3 * width
     for at in range(0, width - 15, 16):
@@ -309,20 +299,17 @@ def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, begin: Any, en
         b0, b1 = _load(o, row1 + at), _load(o, row1 + at + 8)
         c0, c1 = _load(o, row2 + at), _load(o, row2 + at + 8)
         d0, d1 = _load(o, row3 + at), _load(o, row3 + at + 8)
-        for g in range(begin // LANES, (end + LANES - 1) // LANES):
-            first, last = max(begin, g * LANES), min(end, g * LANES + LANES)
-            p = (base[g] + first - g * LANES) * width + at
-            for t in range(first, last):
-                x, y = _load(v, p), _load(v, p + 8)
-                w0 = _spread_at(w, t)
-                a0, a1 = _fma(w0, x, a0), _fma(w0, y, a1)
-                w0 = _spread_at(w, t + TILE)
-                b0, b1 = _fma(w0, x, b0), _fma(w0, y, b1)
-                w0 = _spread_at(w, t + 2 * TILE)
-                c0, c1 = _fma(w0, x, c0), _fma(w0, y, c1)
-                w0 = _spread_at(w, t + 3 * TILE)
-                d0, d1 = _fma(w0, x, d0), _fma(w0, y, d1)
-                p += width
+        for t in range(w_at, w_at + count):
+            p = v_at + (t - w_at) * width + at
+            x, y = _load(v, p), _load(v, p + 8)
+            w0 = _spread_at(w, t)
+            a0, a1 = _fma(w0, x, a0), _fma(w0, y, a1)
+            w0 = _spread_at(w, t + TILE)
+            b0, b1 = _fma(w0, x, b0), _fma(w0, y, b1)
+            w0 = _spread_at(w, t + 2 * TILE)
+            c0, c1 = _fma(w0, x, c0), _fma(w0, y, c1)
+            w0 = _spread_at(w, t + 3 * TILE)
+            d0, d1 = _fma(w0, x, d0), _fma(w0, y, d1)
         _store(o, o_at + at, a0)
         _store(o, o_at + at + 8, a1)
         _store(o, row1 + at, b0)
@@ -335,41 +322,22 @@ def _values_of_four(o: Any, o_at: Any, w: Any, v: Any, base: Any, begin: Any, en
         at = width - LANES
         for row in range(QUAD):
             o0 = _load(o, o_at + row * width + at)
-            for t in range(begin, end):
-                p = (base[t // LANES] + t % LANES) * width + at
-                o0 = _fma(_spread_at(w, row * TILE + t), _load(v, p), o0)
+            for t in range(count):
+                o0 = _fma(_spread_at(w, w_at + row * TILE + t), _load(v, v_at + t * width + at), o0)
             _store(o, o_at + row * width + at, o0)
 
 
 @njit(error_model="numpy")
 def _softmax_step(
-    s: Any,
-    s_at: Any,
-    begin: Any,
-    seen: Any,
-    k_scale: Any,
-    v_scale: Any,
-    base: Any,
-    o: Any,
-    o_at: Any,
-    width: Any,
-    total: Any,
-    row: Any,
-    top: Any,
+    s: Any, s_at: Any, begin: Any, seen: Any, o: Any, o_at: Any, width: Any, total: Any, row: Any, top: Any
 ) -> None:
     """Turn a row's scores of a tile into weights, and rescale what came before if the largest score has grown.
 
-    With scales (keys' and values' of every slot) a score is first multiplied by its key's, a weight at last by its
-    value's: the sum of weights does not hold the latter. A row that sees nothing of the tile stays as it was.
+    A row that sees nothing of the tile stays as it was.
     """
     if begin >= seen:
         return
-    scaled = len(k_scale) > 0
     low, groups = begin // LANES, (seen + LANES - 1) // LANES
-    if scaled:
-        for g in range(low, groups):
-            at = s_at + g * LANES
-            _store(s, at, _multiply(_load(s, at), _load(k_scale, base[g])))
     for t in range(low * LANES, begin):
         s[s_at + t] = _NEVER
     for t in range(seen, groups * LANES):
@@ -389,7 +357,7 @@ def _softmax_step(
         at = s_at + g * LANES
         weight = _exp(_subtract(_load(s, at), _splat(largest)))
         lanes = _add(lanes, weight)
-        _store(s, at, _multiply(weight, _load(v_scale, base[g])) if scaled else weight)
+        _store(s, at, weight)
     _store(total, row * LANES, lanes)
 
 
@@ -406,51 +374,93 @@ def _to(ahead: Any, r: Any, group: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _attend_tile(
-    k: Any,
-    v: Any,
-    k_scale: Any,
-    v_scale: Any,
-    base: Any,
-    q: Any,
-    o: Any,
-    total: Any,
-    top: Any,
-    s: Any,
-    dim: Any,
-    width: Any,
-    ahead: Any,
-    rows: Any,
-    group: Any,
-    window: Any,
-) -> None:
-    """All query rows over one tile of keys and values, four rows at a time, one alone at the end.
+def _rows_that_see(ahead: Any, rows: Any, group: Any, window: Any) -> Any:
+    """The first row that sees something of the tile, and where such rows end."""
+    return max(0, -ahead * group), min(rows, (TILE - 1 - ahead + window) * group)
 
-    Row r sees positions _from .. _to of the tile, which may be none. Three more rows follow the last one, so that
-    four can always be taken; what becomes of them is not used.
+
+@njit(error_model="numpy")
+def _scale_by(s: Any, s_at: Any, groups: Any, scale: Any, at: Any) -> None:
+    for g in range(groups):
+        t = s_at + g * LANES
+        _store(s, t, _multiply(_load(s, t), _load(scale, at + g * LANES)))
+
+
+@njit(error_model="numpy")
+def _score_run(
+    s: Any, q: Any, offset: Any, k: Any, slot: Any, scale: Any, run: Any, dim: Any, width: Any, see: Any
+) -> None:
+    """Scores of the query rows from `offset` on with a run of a tile's positions that lie together in the pool.
+
+    Args:
+        slot: where the run begins.
+        scale: of every slot, or empty: scores are multiplied by their key's.
+        run: (begin, end) of the run within the tile, the first a multiple of LANES.
+        see: ahead, rows, group, window: row r sees _from .. _to of the tile. Three more rows follow the last one, so
+            that four can always be taken; what becomes of them is not used.
     """
-    r = max(0, -ahead * group)  # rows before see nothing of this tile yet
-    end = min(rows, (TILE - 1 - ahead + window) * group)  # rows from there on see nothing of it any more
-    while r < end:
-        first, at, low = _to(ahead, r, group), r * width, _from(ahead, r, group, window)
+    ahead, rows, group, window = see
+    first, end = _rows_that_see(ahead, rows, group, window)
+    for r in range(first, end, QUAD):
+        alone = end - r == 1
+        low, high = _from(ahead, r, group, window), _to(ahead, r if alone else r + QUAD - 1, group)
+        begin = max(run[0], low // LANES * LANES)
+        groups = (min(run[1], high) - begin + LANES - 1) // LANES
+        s_at, q_at = (offset + r) * TILE + begin, (offset + r) * width
+        at = slot + begin - run[0]
+        if alone:
+            _scores_of_one(s, s_at, q, q_at, k, at * width, groups, dim, width)
+        else:
+            _scores_of_four(s, s_at, q, q_at, k, at * width, groups, dim, width)
+        if len(scale) > 0:
+            for i in range(1 if alone else QUAD):
+                _scale_by(s, s_at + i * TILE, groups, scale, at)
+
+
+@njit(error_model="numpy")
+def _add_values(
+    o: Any, s: Any, row: Any, v: Any, slot: Any, run: Any, begin: Any, end: Any, width: Any, four: Any
+) -> None:
+    """Values of the part of a run that is in begin .. end of the tile, to a row of o, or to four."""
+    begin, end = max(begin, run[0]), min(end, run[1])
+    if begin < end:
+        at = (slot + begin - run[0]) * width
+        if four:
+            _values_of_four(o, row * width, s, row * TILE + begin, v, at, end - begin, width)
+        else:
+            _values_of_one(o, row * width, s, row * TILE + begin, v, at, end - begin, width)
+
+
+@njit(error_model="numpy")
+def _value_run(o: Any, s: Any, offset: Any, v: Any, slot: Any, scale: Any, run: Any, width: Any, see: Any) -> None:
+    """As `_score_run`: what a run's values add to the rows. With scales, weights are first multiplied by them."""
+    ahead, rows, group, window = see
+    first, end = _rows_that_see(ahead, rows, group, window)
+    if len(scale) > 0:
+        for r in range(first, end):
+            _scale_by(s, (offset + r) * TILE + run[0], (run[1] - run[0] + LANES - 1) // LANES, scale, slot)
+    for r in range(first, end, QUAD):
+        row, low, high = offset + r, _from(ahead, r, group, window), _to(ahead, r, group)
         if end - r == 1:
-            _scores_of_one(s, q, at, k, base, low, first, dim, width)
-            _softmax_step(s, 0, low, first, k_scale, v_scale, base, o, at, width, total, r, top)
-            _values_of_one(o, at, s, 0, v, base, low, first, width)
+            _add_values(o, s, row, v, slot, run, low, high, width, False)
             return
-        _scores_of_four(s, q, at, k, base, low, _to(ahead, r + QUAD - 1, group), dim, width)
-        all_from = max(min(_from(ahead, r + QUAD - 1, group, window), first), low)
+        shared = max(min(_from(ahead, r + QUAD - 1, group, window), high), low)  # where all four begin to see
         for i in range(QUAD):
-            begin, seen = _from(ahead, r + i, group, window), _to(ahead, r + i, group)
-            _softmax_step(s, i * TILE, begin, seen, k_scale, v_scale, base, o, at + i * width, width, total, r + i, top)
-            if begin < all_from:
-                _values_of_one(o, at + i * width, s, i * TILE, v, base, begin, all_from, width)
-        _values_of_four(o, at, s, v, base, all_from, first, width)
+            _add_values(o, s, row + i, v, slot, run, _from(ahead, r + i, group, window), shared, width, False)
+        _add_values(o, s, row, v, slot, run, shared, high, width, True)
         for i in range(1, QUAD):
-            begin, seen = max(first, _from(ahead, r + i, group, window)), _to(ahead, r + i, group)
-            if seen > begin:
-                _values_of_one(o, at + i * width, s, i * TILE, v, base, begin, seen, width)
-        r += QUAD
+            begin = max(high, _from(ahead, r + i, group, window))
+            _add_values(o, s, row + i, v, slot, run, begin, _to(ahead, r + i, group), width, False)
+
+
+@njit(error_model="numpy")
+def _weigh(s: Any, o: Any, offset: Any, width: Any, total: Any, top: Any, see: Any) -> None:
+    """The softmax step of the rows that see something of the tile."""
+    ahead, rows, group, window = see
+    first, end = _rows_that_see(ahead, rows, group, window)
+    for r in range(first, end):
+        row, begin, seen = offset + r, _from(ahead, r, group, window), _to(ahead, r, group)
+        _softmax_step(s, row * TILE, begin, seen, o, row * width, width, total, row, top)
 
 
 @njit(error_model="numpy")
@@ -460,41 +470,29 @@ def _slot(table: Any, p: Any, size: Any, heads: Any, head: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _find(base: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
-    """Where in the pool, counted in slots, each group of 8 positions of a tile begins; the last one is repeated."""
-    for g in range(_GROUPS):
-        p = begin + min(g, (count - 1) // LANES) * LANES
-        base[g] = _slot(table, p, size, heads, head)
+def _end_of_run(begin: Any, at: Any, here: Any, size: Any, straight: Any) -> Any:
+    """Where what lies together in the pool from position `at` of the tile on ends: a whole tile once it is brought."""
+    return min(here, at + size - (begin + at) % size) if straight else here
 
 
 @njit(error_model="numpy")
 def _bring(
-    k: Any,
-    v: Any,
-    near_k: Any,
-    near_v: Any,
-    table: Any,
-    begin: Any,
-    count: Any,
-    size: Any,
-    heads: Any,
-    head: Any,
-    width: Any,
+    x: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any, width: Any, lanes: Any
 ) -> None:
-    """Copy a tile whose groups of 8 positions do not lie together in the pool to where they do."""
+    """Copy a tile whose groups of 8 positions do not lie together in the pool to where they do; `lanes` interleaved."""
     for t in range(count):
         slot = _slot(table, begin + t, size, heads, head)
-        group = t // LANES * LANES * width + t % LANES
+        at = t // lanes * lanes * width + t % lanes
         for d in range(width):
-            near_k[group + d * LANES] = k[slot * width + d]
-            near_v[t * width + d] = v[slot * width + d]
+            near[at + d * lanes] = x[slot * width + d]
 
 
 @njit(error_model="numpy")
 def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
     """As `_bring`, for scales."""
-    for t in range(count):
-        near[t] = scale[_slot(table, begin + t, size, heads, head)]
+    if len(scale) > 0:
+        for t in range(count):
+            near[t] = scale[_slot(table, begin + t, size, heads, head)]
 
 
 @njit(error_model="numpy")
@@ -504,22 +502,26 @@ def _fill(x: Any, count: Any, value: Any) -> None:
 
 
 @njit(error_model="numpy")
-def _begin(q: Any, rows_q: Any, first: Any, rows: Any, head: Any, group: Any, width: Any, factor: Any) -> None:
-    """The scaled queries of a tile that share a head of keys, row by row."""
+def _begin(
+    q: Any, rows_q: Any, offset: Any, first: Any, rows: Any, head: Any, group: Any, width: Any, factor: Any
+) -> None:
+    """The scaled queries of a tile that share a head of keys, row by row, to the rows from `offset` on."""
     for r in range(rows):
         for d in range(q.shape[2]):
-            rows_q[r * width + d] = q[first + r // group, head * group + r % group, d] * factor
+            rows_q[(offset + r) * width + d] = q[first + r // group, head * group + r % group, d] * factor
 
 
 @njit(error_model="numpy")
-def _finish(o: Any, total: Any, out: Any, first: Any, rows: Any, head: Any, group: Any, width: Any) -> None:
-    """Divide each row's output by its sum of weights."""
+def _finish(
+    o: Any, total: Any, offset: Any, out: Any, first: Any, rows: Any, head: Any, group: Any, width: Any
+) -> None:
+    """Divide the output of the rows from `offset` on by their sums of weights."""
     for r in range(rows):
-        weights = _ZERO
-        for lane in range(r * LANES, r * LANES + LANES):
+        row, weights = offset + r, _ZERO
+        for lane in range(row * LANES, row * LANES + LANES):
             weights += total[lane]
         for d in range(out.shape[2]):
-            out[first + r // group, head * group + r % group, d] = o[r * width + d] / weights
+            out[first + r // group, head * group + r % group, d] = o[row * width + d] / weights
 
 
 @njit(error_model="numpy")
@@ -539,43 +541,57 @@ def _attend_share(
     begin_item: Any,
     end_item: Any,
 ) -> None:
-    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through."""
-    dim, group = q.shape[2], q.shape[1] // heads
+    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through.
+
+    A tile of keys is taken block by block, and of a block head by head: so they lie in memory. One head after the other
+    would read runs of a few kilobytes, at half the speed.
+    """
+    dim, group, straight = q.shape[2], q.shape[1] // heads, size % LANES == 0
     width = (dim + LANES - 1) // LANES * LANES
-    most, straight, scaled = 0, size % LANES == 0, len(k_scale) > 0
-    for i in range(len(tiles)):
+    most = 0
+    for i in range(begin_item // heads, (end_item + heads - 1) // heads):
         most = max(most, tiles[i, 2] * group + QUAD - 1)
-    rows_q, o = np.zeros(most * width, np.float32), np.empty(most * width, np.float32)
-    total, top = np.empty(most * LANES, np.float32), np.empty(most, np.float32)
-    s, base = np.empty(QUAD * TILE, np.float32), np.empty(_GROUPS, np.int64)
-    near = 0 if straight else TILE
-    tile_k = k if straight else np.empty(near * width, k.dtype)
-    tile_v = v if straight else np.empty(near * width, v.dtype)
-    tile_ks = k_scale if straight or not scaled else np.empty(near, np.float32)
-    tile_vs = v_scale if straight or not scaled else np.empty(near, np.float32)
-    for item in range(begin_item, end_item):
-        i, head = item // heads, item % heads
+    rows_q, o = np.zeros(heads * most * width, np.float32), np.empty(heads * most * width, np.float32)
+    total, top = np.empty(heads * most * LANES, np.float32), np.empty(heads * most, np.float32)
+    s, near = np.empty(heads * most * TILE, np.float32), np.empty(0 if straight else TILE * width, k.dtype)
+    near_scale = np.empty(0 if straight or len(k_scale) == 0 else TILE, np.float32)
+    for i in range(begin_item // heads, (end_item + heads - 1) // heads):
+        head_from, head_to = max(0, begin_item - i * heads), min(heads, end_item - i * heads)
         first, count, position, table = tiles[i, 1], tiles[i, 2], tiles[i, 3], tables[tiles[i, 0]]
         rows = count * group
-        _begin(q, rows_q, first, rows, head, group, width, factor)
-        _fill(o, (rows + QUAD - 1) * width, _ZERO)
-        _fill(total, (rows + QUAD - 1) * LANES, _ZERO)
-        _fill(top, rows + QUAD - 1, _NEVER)
+        for head in range(head_from, head_to):
+            _begin(q, rows_q, head * most, first, rows, head, group, width, factor)
+        _fill(o, heads * most * width, _ZERO)
+        _fill(total, heads * most * LANES, _ZERO)
+        _fill(top, heads * most, _NEVER)
         for begin in range(max(0, position - window + 1) // TILE * TILE, position + count, TILE):
-            here, ahead = min(TILE, position + count - begin), position - begin
-            if straight:
-                _find(base, table, begin, here, size, heads, head)
-            else:
-                _bring(k, v, tile_k, tile_v, table, begin, here, size, heads, head, width)
-                for g in range(_GROUPS):
-                    base[g] = g * LANES
-                if scaled:
-                    _bring_scales(k_scale, tile_ks, table, begin, here, size, heads, head)
-                    _bring_scales(v_scale, tile_vs, table, begin, here, size, heads, head)
-            _attend_tile(
-                tile_k, tile_v, tile_ks, tile_vs, base, rows_q, o, total, top, s, dim, width, ahead, rows, group, window
-            )
-        _finish(o, total, out, first, rows, head, group, width)
+            here, see = min(TILE, position + count - begin), (position - begin, rows, group, window)
+            at = 0
+            while at < here:
+                run = (at, _end_of_run(begin, at, here, size, straight))
+                for head in range(head_from, head_to):
+                    slot, keys, scale = _slot(table, begin + at, size, heads, head), k, k_scale
+                    if not straight:
+                        slot, keys, scale = 0, near, near_scale
+                        _bring(k, near, table, begin, here, size, heads, head, width, LANES)
+                        _bring_scales(k_scale, near_scale, table, begin, here, size, heads, head)
+                    _score_run(s, rows_q, head * most, keys, slot, scale, run, dim, width, see)
+                at = run[1]
+            for head in range(head_from, head_to):
+                _weigh(s, o, head * most, width, total, top, see)
+            at = 0
+            while at < here:
+                run = (at, _end_of_run(begin, at, here, size, straight))
+                for head in range(head_from, head_to):
+                    slot, values, scale = _slot(table, begin + at, size, heads, head), v, v_scale
+                    if not straight:
+                        slot, values, scale = 0, near, near_scale
+                        _bring(v, near, table, begin, here, size, heads, head, width, 1)
+                        _bring_scales(v_scale, near_scale, table, begin, here, size, heads, head)
+                    _value_run(o, s, head * most, values, slot, scale, run, width, see)
+                at = run[1]
+        for head in range(head_from, head_to):
+            _finish(o, total, head * most, out, first, rows, head, group, width)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
