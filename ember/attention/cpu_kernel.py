@@ -525,6 +525,71 @@ def _finish(
 
 
 @njit(error_model="numpy")
+def _score_tile(
+    s: Any,
+    q: Any,
+    k: Any,
+    k_scale: Any,
+    near: Any,
+    near_scale: Any,
+    table: Any,
+    place: Any,
+    share: Any,
+    dim: Any,
+    width: Any,
+    see: Any,
+) -> None:
+    """Scores of some heads' query rows with a tile: run by run, and of each run head by head.
+
+    Args:
+        near, near_scale: room for a tile that must be brought together; else empty.
+        place: begin of the tile, positions in it, slots in a block, heads of keys.
+        share: the first head, where they end, rows that each has room for.
+    """
+    begin, here, size, heads = place
+    straight, at = size % LANES == 0, 0
+    while at < here:
+        run = (at, _end_of_run(begin, at, here, size, straight))
+        for head in range(share[0], share[1]):
+            slot, keys, scale = _slot(table, begin + at, size, heads, head), k, k_scale
+            if not straight:
+                slot, keys, scale = 0, near, near_scale
+                _bring(k, near, table, begin, here, size, heads, head, width, LANES)
+                _bring_scales(k_scale, near_scale, table, begin, here, size, heads, head)
+            _score_run(s, q, head * share[2], keys, slot, scale, run, dim, width, see)
+        at = run[1]
+
+
+@njit(error_model="numpy")
+def _value_tile(
+    o: Any,
+    s: Any,
+    v: Any,
+    v_scale: Any,
+    near: Any,
+    near_scale: Any,
+    table: Any,
+    place: Any,
+    share: Any,
+    width: Any,
+    see: Any,
+) -> None:
+    """As `_score_tile`: what a tile's values add to the outputs."""
+    begin, here, size, heads = place
+    straight, at = size % LANES == 0, 0
+    while at < here:
+        run = (at, _end_of_run(begin, at, here, size, straight))
+        for head in range(share[0], share[1]):
+            slot, values, scale = _slot(table, begin + at, size, heads, head), v, v_scale
+            if not straight:
+                slot, values, scale = 0, near, near_scale
+                _bring(v, near, table, begin, here, size, heads, head, width, 1)
+                _bring_scales(v_scale, near_scale, table, begin, here, size, heads, head)
+            _value_run(o, s, head * share[2], values, slot, scale, run, width, see)
+        at = run[1]
+
+
+@njit(error_model="numpy")
 def _attend_share(
     q: Any,
     k: Any,
@@ -566,30 +631,11 @@ def _attend_share(
         _fill(top, heads * most, _NEVER)
         for begin in range(max(0, position - window + 1) // TILE * TILE, position + count, TILE):
             here, see = min(TILE, position + count - begin), (position - begin, rows, group, window)
-            at = 0
-            while at < here:
-                run = (at, _end_of_run(begin, at, here, size, straight))
-                for head in range(head_from, head_to):
-                    slot, keys, scale = _slot(table, begin + at, size, heads, head), k, k_scale
-                    if not straight:
-                        slot, keys, scale = 0, near, near_scale
-                        _bring(k, near, table, begin, here, size, heads, head, width, LANES)
-                        _bring_scales(k_scale, near_scale, table, begin, here, size, heads, head)
-                    _score_run(s, rows_q, head * most, keys, slot, scale, run, dim, width, see)
-                at = run[1]
+            place, share = (begin, here, size, heads), (head_from, head_to, most)
+            _score_tile(s, rows_q, k, k_scale, near, near_scale, table, place, share, dim, width, see)
             for head in range(head_from, head_to):
                 _weigh(s, o, head * most, width, total, top, see)
-            at = 0
-            while at < here:
-                run = (at, _end_of_run(begin, at, here, size, straight))
-                for head in range(head_from, head_to):
-                    slot, values, scale = _slot(table, begin + at, size, heads, head), v, v_scale
-                    if not straight:
-                        slot, values, scale = 0, near, near_scale
-                        _bring(v, near, table, begin, here, size, heads, head, width, 1)
-                        _bring_scales(v_scale, near_scale, table, begin, here, size, heads, head)
-                    _value_run(o, s, head * most, values, slot, scale, run, width, see)
-                at = run[1]
+            _value_tile(o, s, v, v_scale, near, near_scale, table, place, share, width, see)
         for head in range(head_from, head_to):
             _finish(o, total, head * most, out, first, rows, head, group, width)
 
