@@ -16,7 +16,7 @@ from ember.sampling_params import SamplingParams
 
 STAGES = ((1.0, 5.0), (0.25, 2.0), (0.03, 1.0))
 """Of each stage the share of a full batch that runs, and its seconds: steps of several sizes tell what a row costs."""
-_WARM_UP_STEPS = 3
+_WARM_UP_STEPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ def calibrate(plan: EnginePlan, sample: RowSample, sampling: SamplingParams) -> 
     load_s = time.perf_counter() - begin
     timer = _Timer(llm, sampling)
     most = min(plan.config.max_num_seqs, len(sample.costs))
-    timer.run(sample.repeated(min(4, most)), most_s=60.0, most_steps=_WARM_UP_STEPS)
+    stages = [(max(1, round(share * most)), most_s) for share, most_s in STAGES]
+    for count, _ in stages:  # compiles what is compiled late
+        timer.run(sample.repeated(count), most_s=60.0, most_steps=_WARM_UP_STEPS)
     timer.forget()
-    for share, most_s in STAGES:
-        count = max(1, round(share * most))
+    for count, most_s in stages:
         timer.run(sample.repeated(count), most_s=most_s)
     stop_rate = timer.num_stops / max(1, timer.num_tokens)
     return Calibration(StepCosts.fitted(timer.steps, timer.durations), stop_rate, load_s, sum(timer.durations))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from ember.planning.simulation import SimulatedStep
 
+_OUTLIER, _REFITS, _TINY = 3.0, 3, 1e-12
 Array = npt.NDArray[np.float64]
 
 
@@ -23,25 +24,35 @@ class StepCosts:
     def fitted(steps: Seq[SimulatedStep], durations: Seq[float]) -> StepCosts:
         """Non-negative costs that come nearest to these steps' durations, relative to each.
 
-        A cost that would be negative is none; in the end all are scaled so that their sum is what was measured.
+        Steps that took much longer than the rest say they should are left out: something else was at work. In the end
+        all costs are scaled so that the sum over the other steps is what was measured.
         """
         features, measured = _features(steps), np.array(durations)
-        weighted = features / measured[:, None]
-        chosen = list(range(features.shape[1]))
-        while True:
-            found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
-            if (found >= 0).all() or len(chosen) == 1:
-                break
-            chosen.pop(int(found.argmin()))
-        costs = np.zeros(features.shape[1])
-        costs[chosen] = np.maximum(found, 0.0)
-        predicted = float((features @ costs).sum())
-        costs *= float(measured.sum()) / predicted if predicted > 0 else 0.0
-        return StepCosts(tuple(costs.tolist()))
+        kept = np.ones(len(measured), dtype=bool)
+        for _ in range(_REFITS):
+            costs = _nearest(features[kept], measured[kept])
+            predicted = features @ costs
+            kept = measured <= _OUTLIER * np.median(measured[kept] / np.maximum(predicted[kept], _TINY)) * predicted
+        scale = float(measured[kept].sum()) / max(float(predicted[kept].sum()), _TINY)
+        return StepCosts(tuple((costs * scale).tolist()))
 
     def total_s(self, steps: Seq[SimulatedStep]) -> float:
         """Seconds that these steps take."""
         return float((_features(steps) @ np.array(self.seconds)).sum()) if steps else 0.0
+
+
+def _nearest(features: Array, measured: Array) -> Array:
+    """Costs by least squares of relative errors; one that would be negative is none."""
+    weighted = features / measured[:, None]
+    chosen = list(range(features.shape[1]))
+    while True:
+        found, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
+        if (found >= 0).all() or len(chosen) == 1:
+            break
+        chosen.pop(int(found.argmin()))
+    costs = np.zeros(features.shape[1])
+    costs[chosen] = np.maximum(found, 0.0)
+    return costs
 
 
 def _features(steps: Seq[SimulatedStep]) -> Array:

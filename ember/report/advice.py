@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from ember.report.measures import BY_KEY
 from ember.report.same_tokens import Comparison, Difference
-from ember.report.sweep import POOL, Sweep, SweepJob
-from ember.report.words import UNKNOWN, Unit, written
+from ember.report.sweep import POOL, Sweep, SweepJob, in_order
+from ember.report.words import UNKNOWN, Unit, setting, written
 
 NEAR = 0.05
 """Jobs whose numbers differ by less than this share are taken as equal: one run each is no better measured."""
+_MOST_KEYS = 2
 _REASONS = ("mean_running", "mean_kv_use", "num_preemptions", "num_recomputed_tokens", "waste", "hit_rate", "num_steps")
 _COSTS = ("p95_latency_s", "p95_ttft_s", "waste", "num_preemptions")
 
@@ -28,6 +29,7 @@ def advice(sweep: Sweep) -> Iterator[str]:
     yield _costs(sweep, ranked)
     if cheaper := _cheaper(sweep, ranked):
         yield cheaper
+    yield from _ratios(sweep, best)
 
 
 def same_tokens(comparisons: list[Comparison], keys: list[str], num_jobs: int) -> Iterator[tuple[str, bool]]:
@@ -98,6 +100,25 @@ def _cheaper(sweep: Sweep, ranked: list[SweepJob]) -> str | None:
         f"{_written(sweep.sort, cheap.value(sweep.sort))} with a pool of {cheap.pool_tokens:,.0f} tokens, "
         f"{(cheap.pool_tokens or 0.0) / best.pool_tokens:.0%} of the best one's."
     )
+
+
+def _ratios(sweep: Sweep, best: SweepJob) -> Iterator[str]:
+    """For a setting that had two values, what the best job's gives over the other, beside each value of the rest."""
+    for key in sweep.keys:
+        rest = [other for other in sweep.keys if other != key]
+        chosen = setting(best.settings.get(key))
+        others = [name for name in map(setting, sweep.values_of(key)) if name != chosen]
+        if len(others) != 1 or not 1 <= len(rest) <= _MOST_KEYS:
+            continue
+        numbers = {(setting(j.settings.get(key)), j.label(rest)): j.value(sweep.sort) for j in sweep.jobs}
+        labels = dict.fromkeys(job.label(rest) for job in in_order(sweep, rest))
+        ratios = [
+            f"{one / other:.2f} with {label}"
+            for label in labels
+            if (one := numbers.get((chosen, label))) and (other := numbers.get((others[0], label)))
+        ]
+        if ratios:
+            yield f"{_label(sweep.sort)}, {key}={chosen} over {others[0]}: {', '.join(ratios)}."
 
 
 def _differs(found: Difference) -> str:

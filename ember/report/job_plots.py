@@ -79,7 +79,8 @@ def _throughput(time: Timeline, values: Values) -> Picture:
         if values["tokens_per_s"] is not None:
             above.axhline(values["tokens_per_s"], color=BLACK, lw=0.8, ls="--", label="mean of the whole job")
         below.plot(time.middles, time.rate("num_prefill_tokens"), color=RED, label="prompts (prefill)")
-        below.plot(time.middles, time.rate("num_recomputed_tokens"), color=BLACK, ls=":", label="recomputed")
+        if time.steps.sum("num_recomputed_tokens"):
+            below.plot(time.middles, time.rate("num_recomputed_tokens"), color=BLACK, ls=":", label="recomputed")
         for axes in (above, below):
             axes.set_ylim(bottom=0)
             axes.set_ylabel("tokens/s")
@@ -106,7 +107,8 @@ def _tokens_a_step(time: Timeline) -> Picture:
     labels, colours = ("decode", "prefill", "recomputed"), (SKY, ORANGE, PURPLE)
     per_step = [Columns(time.steps.table).sum(name) / len(time.steps) for name in names]
     said = ", ".join(f"{mean:,.1f} {label}" for mean, label in zip(per_step, labels, strict=True))
-    parts = list(zip(labels, (time.means(name) for name in names), colours, strict=True))
+    columns = list(zip(labels, names, colours, strict=True))
+    parts = [(label, time.means(name), colour) for label, name, colour in columns if time.steps.sum(name)]
     return _stack("tokens_a_step", "Tokens in a step", "tokens", time, parts, f"Mean of all steps: {said}.")
 
 
@@ -242,7 +244,7 @@ def _cumulative(times: Sequence[tuple[str, Numbers]]) -> Picture:
         axes.set_ylabel("share of rows")
         axes.set_ylim(0, 1.01)
         percent(axes.yaxis)
-        axes.legend(loc="lower right")
+        _legend(axes)
 
     said = "; ".join(
         f"{label}: 95% of rows within {seconds(float(np.quantile(values, 0.95)))}"

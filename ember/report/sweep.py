@@ -124,6 +124,12 @@ def ranked(jobs: Sequence[SweepJob], sort: str) -> list[SweepJob]:
     return sorted(jobs, key=lambda job: (job.value(sort) is None, sign * (job.value(sort) or 0.0), job.name))
 
 
+def in_order(sweep: Sweep, keys: Sequence[str]) -> list[SweepJob]:
+    """The jobs by the values of these settings."""
+    places = {key: [setting(value) for value in sweep.values_of(key)] for key in keys}
+    return sorted(sweep.jobs, key=lambda job: [places[key].index(setting(job.settings.get(key))) for key in keys])
+
+
 def varied_keys(jobs: Sequence[SweepJob]) -> list[str]:
     """The settings that are not the same in all jobs, those with most values first."""
     keys = dict.fromkeys(key for job in jobs for key in job.settings if key not in _NOT_VARIED)

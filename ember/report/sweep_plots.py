@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ember.report.drawing import BLUE, COLOURS, MARKERS, SIZE, STYLES, TALL, Picture, percent, picture, thousands
 from ember.report.measures import BY_KEY
-from ember.report.sweep import Sweep, SweepJob
+from ember.report.sweep import Sweep, SweepJob, in_order
 from ember.report.words import Unit, setting, written
 
 _METRICS = (
@@ -35,7 +34,7 @@ def _over_key(sweep: Sweep, metric: str) -> Picture:
     key, others = sweep.keys[0], sweep.keys[1:]
     places = [setting(value) for value in sweep.values_of(key)]
     lines: dict[str, list[tuple[int, float | None]]] = {}
-    for job in _in_order(sweep, [*others, key]):
+    for job in in_order(sweep, [*others, key]):
         if _known(job, metric):
             point = (places.index(setting(job.settings.get(key))), job.values[metric])
             lines.setdefault(job.label(others) if others else "", []).append(point)
@@ -117,12 +116,6 @@ def _trade(sweep: Sweep) -> Picture:
 
     said = "Up and left is better. The numbers are the jobs' places in the table."
     return picture("sweep_trade", "Speed against latency", said, draw)
-
-
-def _in_order(sweep: Sweep, keys: Sequence[str]) -> list[SweepJob]:
-    """The jobs by the values of these settings."""
-    places = {key: [setting(value) for value in sweep.values_of(key)] for key in keys}
-    return sorted(sweep.jobs, key=lambda job: [places[key].index(setting(job.settings.get(key))) for key in keys])
 
 
 def _known(job: SweepJob, metric: str) -> bool:

@@ -77,6 +77,11 @@ def test_the_answer_comes_first(sweep: Path, monkeypatch, capsys) -> None:
     assert re.match(r"Best: .*pool_size=640tok, preemptions 0\b", said)
     assert "Against the last, " in said and "What it costs: a pool of 640 tokens (the smallest tried: 80)" in said
     assert "All 4 jobs gave identical tokens in all 8 rows." in said
+    assert main(["report", str(sweep), "--sort", "num_steps"]) == 0
+    assert re.search(
+        r"steps, pool_size=640tok over 80tok: 0\.\d\d with block_size=4, 0\.\d\d with block_size=16\.",
+        capsys.readouterr().out,
+    )
 
 
 def test_pictures_over_two_keys(sweep: Path) -> None:
