@@ -265,13 +265,20 @@ def _windows(data: Mapping[str, Any], rotary: tuple[bool, ...]) -> tuple[int | N
     window = whole("sliding_window", data["sliding_window"])
     types = data.get("layer_types")
     if types is None:
-        first = data.get("max_window_layers") or 0
+        first = _first_window(data)
         slides = [not turns for turns in rotary] if not all(rotary) else [i >= first for i in range(n_layer)]
         types = ["sliding_attention" if slide else "full_attention" for slide in slides]
     if not isinstance(types, list) or len(types) != n_layer:
         raise ConfigError("layer_types", show(types), f"must be a list with one a layer, {n_layer}")
     kinds = [one_of({"layer_types": kind}, "layer_types", ("full_attention", "sliding_attention")) for kind in types]
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _first_window(data: Mapping[str, Any]) -> int:
+    first = data.get("max_window_layers") or 0
+    if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+        raise ConfigError("max_window_layers", show(first), "must be a whole number of at least 0")
+    return first
 
 
 def _shapes(c: LlamaConfig) -> dict[str, tuple[int, ...]]:

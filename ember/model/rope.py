@@ -64,7 +64,8 @@ class Rope:
         try:
             return _parse({"rope_theta": data.get("rope_theta"), **given}, default_theta, max_position)
         except ConfigError as error:
-            raise error.under(name) if error.key in given else error from None
+            is_outside = error.key == "rope_theta" and error.key not in given
+            raise error if is_outside else error.under(name) from None
 
     @property
     def context(self) -> int:
