@@ -101,6 +101,7 @@ def _plan(config: JobConfig) -> JobPlan:
     plan = EnginePlan.resolve(config)
     try:
         plan.check_sampling(config.sampling)
+        plan.structured_output().matcher(config.sampling, plan.eos_token_ids(is_chat=True))
     except ConfigError as error:
         raise error.under("sampling") from None
     _check_chat(config, plan)

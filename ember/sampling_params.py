@@ -48,7 +48,7 @@ class SamplingParams:
         skip_special_tokens: special tokens show nothing in the text.
         ignore_eos: EOS is a token like any other.
         json_schema, regex, choice, grammar: what the whole output must match, at most one of them: a JSON schema (an
-            object or its text), a regular expression, one of some texts, a Lark grammar (see `ember.output_form`).
+            object or its text), a regular expression, one of some texts, a grammar in llguidance's form of Lark's.
         seed: the row's own seed; None derives one from the job's seed and the row's index.
         n: samples of a prompt, each with random numbers of its own, which do not depend on `n`.
         best_of: draw so many samples and keep the `n` with the highest sum of log-probabilities, best first.

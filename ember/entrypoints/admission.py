@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from ember.entrypoints.plan import EnginePlan
+from ember.entrypoints.structured_output import OutputMatcher, StructuredOutput
 from ember.errors import ConfigError, RequestError, UserError
 from ember.model.chat_template import ChatPrompt
 from ember.model.conversation import Conversation
@@ -16,11 +18,31 @@ NO_TEMPLATE = (
 )
 
 
-class Admission:
-    """Checks prompts against a plan; needs no weights."""
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What of a prompt's sampling parameters only the model's vocabulary makes sense of.
 
-    def __init__(self, plan: EnginePlan) -> None:
+    Attributes:
+        stop_ids: tokens that end an output.
+        bad_words: tokens that an output may not have in this order.
+        matchers: one a sample, None where no form is asked for.
+    """
+
+    stop_ids: frozenset[int]
+    bad_words: list[list[int]]
+    matchers: list[OutputMatcher | None]
+
+
+class Admission:
+    """Checks prompts against a plan; needs no weights.
+
+    Args:
+        structured_output: the plan's; None makes a new one, which has to read the vocabulary again.
+    """
+
+    def __init__(self, plan: EnginePlan, structured_output: StructuredOutput | None = None) -> None:
         self._plan = plan
+        self._structured_output = structured_output or plan.structured_output()
 
     def token_ids(
         self, prompt: str | list[int], params: SamplingParams, *, allow_special_tokens: bool = False
@@ -68,12 +90,22 @@ class Admission:
         left = self._plan.max_model_len - num_prompt_tokens
         return left if params.max_tokens is None else min(left, params.max_tokens)
 
-    def bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """The tokens of each bad word, as at the start of a text and as after a space.
+    def limits(self, params: SamplingParams, num_samples: int, *, is_chat: bool) -> Limits:
+        """What ends and bounds the samples of one prompt.
 
         Raises:
-            RequestError: one can't be tokenised (`bad_sampling`).
+            RequestError: bad words can't be tokenised, or there is no such output form (`bad_sampling`).
         """
+        eos = self._plan.eos_token_ids(is_chat=is_chat)
+        stop_ids = frozenset(params.stop_token_ids)
+        try:
+            matchers = [self._structured_output.matcher(params, eos) for _ in range(num_samples)]
+        except ConfigError as error:
+            raise RequestError("bad_sampling", str(error)) from None
+        return Limits(stop_ids if params.ignore_eos else stop_ids | eos, self._bad_words(params), matchers)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """The tokens of each, as at the start of a text and as after a space."""
         try:
             words = [form for word in params.bad_words for form in (word.lstrip(), f" {word.lstrip()}")]
             return [self._encoded(word) for word in words]

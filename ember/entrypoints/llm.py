@@ -25,7 +25,7 @@ from ember.core.scheduler import Scheduler
 from ember.core.sequence import FinishReason, Sequence
 from ember.data.logprobs import PositionLogprobs
 from ember.data.output import CompletionOutput, OutputProcessor, RequestOutput
-from ember.entrypoints.admission import Admission
+from ember.entrypoints.admission import Admission, Limits
 from ember.entrypoints.live_request import LiveRequest
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
@@ -34,6 +34,7 @@ from ember.model.conversation import Conversation
 from ember.model.network import make_network
 from ember.model.source import is_preset
 from ember.model.weights import load_weights
+from ember.sampling.constraint import TokenConstraint
 from ember.sampling_params import SamplingParams
 from ember.speculation.proposer import make_proposer
 from ember.threads import use_threads
@@ -92,6 +93,7 @@ class LLM:
         )
         self.engine = Engine(scheduler, runner, Sampler())
         self._outputs = OutputProcessor(plan.tokenizer, plan.tokenizer.special)
+        self._structured_output = plan.structured_output()
         self._live: dict[int, LiveRequest] = {}
         self._ids = count()  # of sequences in the engine
 
@@ -175,7 +177,8 @@ class LLM:
         text, is_chat = prompt if isinstance(prompt, str) else None, isinstance(prompt, Conversation | ChatPrompt)
         result = RequestOutput(request_id=request_id, prompt=text, seed=seed, num_samples=params.n)
         samples = [i for i in range(params.n) if params.ranked or i not in samples_done]
-        admission = Admission(self.plan)
+        admission = Admission(self.plan, self._structured_output)
+        computed = range(params.num_sequences) if params.ranked else samples
         try:
             if isinstance(prompt, Conversation):
                 prompt = admission.chat_prompt(prompt)
@@ -183,18 +186,17 @@ class LLM:
                 result.prompt, prompt = prompt.text, prompt.token_ids
             result.prompt_token_ids = admission.token_ids(prompt, params, allow_special_tokens=allow_special_tokens)
             room = admission.room(len(result.prompt_token_ids), params)
-            bad_words = admission.bad_words(params)
+            limits = admission.limits(params, len(computed), is_chat=is_chat)
         except RequestError as error:
             return result.with_error(error, samples)
         if room == 0 and params.prompt_logprobs is None:
             result.outputs = [CompletionOutput(i, finish_reason=FinishReason.LENGTH) for i in samples]
             return result
         live = self._live[request_id] = LiveRequest(result, together or params.ranked, params)
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids = stop_ids.union(self.plan.eos_token_ids(is_chat=is_chat))
-        computed = range(params.num_sequences) if params.ranked else samples
-        leader, *children = (self._sequence(result, params, i, room, stop_ids, bad_words) for i in computed)
+        leader, *children = (
+            self._sequence(result, params, i, room, limits, matcher)
+            for i, matcher in zip(computed, limits.matchers, strict=True)
+        )
         leader.children = children
         _join_search(leader)
         for sequence in leader.family:
@@ -210,8 +212,8 @@ class LLM:
         params: SamplingParams,
         sample_index: int,
         max_tokens: int,
-        stop_ids: frozenset[int],
-        bad_words: list[list[int]],
+        limits: Limits,
+        constraint: TokenConstraint | None,
     ) -> Sequence:
         assert result.seed is not None
         return Sequence(
@@ -222,8 +224,9 @@ class LLM:
             max_tokens=max_tokens,
             sample_index=sample_index,
             parent_id=result.request_id,
-            stop_ids=stop_ids,
-            bad_words=bad_words,
+            stop_ids=limits.stop_ids,
+            bad_words=limits.bad_words,
+            constraint=constraint,
         )
 
     def step(self) -> tuple[list[RequestOutput], StepOutput]:

@@ -14,6 +14,7 @@ from ember.config import EngineConfig
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.data.hashes import FileHashes
+from ember.entrypoints.structured_output import StructuredOutput
 from ember.errors import ConfigError, UserError
 from ember.model.chat_template import ChatTemplate
 from ember.model.gguf_file import is_gguf
@@ -160,6 +161,11 @@ class EnginePlan:
         """The tokens that end an output; an answer also ends with the tokenizer's own EOS."""
         ids = frozenset(self.network.eos_token_ids)
         return ids | self.chat.stop_ids if is_chat and self.chat is not None else ids
+
+    def structured_output(self) -> StructuredOutput:
+        """What compiles the forms of this model's outputs."""
+        eos = self.eos_token_ids(is_chat=False) | self.eos_token_ids(is_chat=True)
+        return StructuredOutput(self.tokenizer, self.network.vocab_size, eos)
 
     @property
     def dtype_name(self) -> str:

@@ -13,6 +13,7 @@ from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.reader import PromptRow
 from ember.errors import RequestError
 from ember.model.conversation import Conversation
+from ember.output_form import output_form
 from ember.request import num_samples, row_params
 from ember.runners.openai_client import OpenAIClient
 from ember.sampling_params import SamplingParams
@@ -59,10 +60,16 @@ class RemoteRequests:
     def _body(self, prompt: Prompt | Conversation, params: SamplingParams, seed: int | None) -> dict[str, Any]:
         if params.max_tokens is None:
             raise RequestError("bad_sampling", "max_tokens=None: engine=http needs a number; servers have their own")
+        for key in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(params, key)) is not None:
+                raise RequestError("bad_sampling", f"{key}={value}: engine=http keeps no log-probabilities")
         own, default = _values(params), _values(SamplingParams())
         given = {key: value for key, value in own.items() if key in _ALWAYS or value != default[key]}
         if not params.greedy:
             given["seed"] = seed
+        if (form := output_form(params)) is not None:
+            del given[form[0]]
+            given["structured_outputs"] = {form[0].removesuffix("_schema"): form[1]}  # vLLM's name
         asked = self._chat(prompt) if isinstance(prompt, Conversation) else {"prompt": prompt}
         return {"model": self._model, "return_token_ids": True, **asked, **given}
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "prefix": ["--workload", "w2"],
     "speculation": ["--batch", "2"],
     "overhead": ["--sequences", "1", "--sequences", "3"],
+    "sampling": [],
     "peers.__main__": ["--workload", "w3", "--peer", "openvino"],
 }
 ROWS = {
@@ -30,6 +31,7 @@ ROWS = {
     "block_size": 2,
     "continuous_vs_static": 6,
     "overhead": 2,
+    "sampling": 10,
     "prefix": 2,
     "speculation": 3,
     "peers.__main__": 2,
