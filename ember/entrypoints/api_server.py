@@ -144,7 +144,7 @@ class ApiServer:
             assert not isinstance(plain, Conversation)
             ids = admission.token_ids(plain, call.params)
             admission.room(len(ids), call.params)
-            admission.bad_words(call.params)
+            admission.limits(call.params, 1, is_chat=chat is not None)
         except RequestError as error:
             raise refused(error, "messages" if isinstance(prompt, Conversation) else "prompt") from None
         decode = self._plan.tokenizer.decode

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ COMPLETION_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=16)
 CHAT_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=None)
 """OpenAI's, not those of a job."""
 MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS, MAX_BAD_WORDS = 16, 256, 20, 256
+MAX_FORM_CHARS = 65_536
 _OWN = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids", "user")
 _OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt")
 
@@ -154,8 +156,9 @@ def _check_limits(params: SamplingParams) -> None:
         raise _wrong("stop", f"may have {MAX_STOPS} strings of {MAX_STOP_CHARS} characters at most")
     if len(params.bad_words) > MAX_BAD_WORDS or any(len(word) > MAX_STOP_CHARS for word in params.bad_words):
         raise _wrong("bad_words", f"may have {MAX_BAD_WORDS} texts of {MAX_STOP_CHARS} characters at most")
-    if (form := output_form(params)) is not None:
-        raise ApiError(400, f"{form[0]} is not supported here", param="response_format", code="unsupported_parameter")
+    form = output_form(params)
+    if form is not None and len(json.dumps(form[1])) > MAX_FORM_CHARS:
+        raise _wrong(form[0], f"may have {MAX_FORM_CHARS} characters at most")
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
         raise _wrong("logprobs", f"may be {MAX_LOGPROBS} at most")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,22 @@ def test_log_probabilities(client, model, offline) -> None:
     assert streamed == whole
     assert [entry.logprob for entry in whole] == [next(iter(p.values())).logprob for p in offline.logprobs]
     assert all(len(entry.top_logprobs) == 2 for entry in whole)
+
+
+def test_an_answer_in_a_form(client, model) -> None:
+    """`response_format` as OpenAI's clients send it; a schema that is none is named."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema["additionalProperties"] = False
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    ask = {"model": model, "messages": MESSAGES, **PARAMS}
+    assert json.loads(_content(client, ask | {"response_format": form}))["a"] in (True, False)
+    assert _content(client, ask | {"extra_body": {"structured_outputs": {"choice": ["no", "yes"]}}}) in ("no", "yes")
+    with pytest.raises(openai.BadRequestError, match="look-around"):
+        _content(client, ask | {"extra_body": {"structured_outputs": {"regex": "(?=a)"}}})
+
+
+def _content(client, ask) -> str:
+    return client.chat.completions.create(**ask).choices[0].message.content
 
 
 def test_the_assistants_last_message_is_continued(client, model) -> None:
