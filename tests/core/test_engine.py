@@ -339,3 +339,23 @@ def test_step_times_add_up():
         assert after.start_s >= before.start_s + before.duration_s
     for s in steps:
         assert 0 <= s.schedule_s + s.model_s + s.sample_s <= s.duration_s
+
+
+def test_what_failed_is_not_found():
+    """A prompt that memory did not suffice for: its blocks hold nothing, but would be found as if computed."""
+    engine = make_engine(block_size=4)
+    execute = engine.runner.execute
+
+    def failing(scheduled):
+        if any(s.sequence.request_id == 0 for s in scheduled):
+            raise MemoryError
+        return execute(scheduled)
+
+    engine.runner.execute = failing
+    engine.add(make_sequence(0, 9, 3, shared=9))
+    run_engine(engine)
+    second = make_sequence(1, 9, 3, shared=9)
+    engine.add(second)
+    run_engine(engine)
+    assert second.num_cached_tokens == 0
+    assert second.output_token_ids == expected(second, 3)

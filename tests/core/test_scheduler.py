@@ -500,3 +500,13 @@ def test_a_tiny_share_still_moves():
     scheduler = make_scheduler("mixed", budget=4, prefill_share=0.01)
     fill(scheduler, (3, 2))
     assert [shares(step(scheduler)) for _ in range(3)] == [[(0, 0, 1)], [(0, 1, 1)], [(0, 2, 1)]]
+
+
+def test_a_preempted_row_gets_behind_an_older_one_that_waits():
+    """Put before it, whoever passed a row that waited for a prefix would keep that place for ever."""
+    scheduler = make_scheduler("mixed", budget=8, max_num_seqs=9)
+    for i, (length, shared) in enumerate([(5, 4), (20, 4), (2, 0)]):
+        scheduler.add(make_sequence(i, length, 9, shared=shared))
+    assert [i for i, _, _ in shares(step(scheduler))] == [0, 2]
+    scheduler._preempt(scheduler.running[1], SchedulerOutput())
+    assert ids(scheduler.waiting) == [1, 2]
