@@ -27,6 +27,8 @@ def show_forecast(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> 
     if not sample.costs:
         print("time    none: no row can run")
         return None
+    if config.speculative != "off":
+        print("note    the steps are counted as without speculation, which may save some")
     measured = calibrate(plan, sample, config.sampling) if config.calibrate else None
     forecast = estimate(plan, sample, measured)
     for line in _lines(forecast, measured, plan):

@@ -27,7 +27,7 @@ _HISTORY = 40
 _KV_WIDTH = 40
 _COLUMNS = (
     *("step", "start_s", "duration_s", "num_decode_tokens", "num_prefill_tokens", "num_running", "num_waiting"),
-    *("num_preempted", "blocks_total", "blocks_used", "blocks_cached", "blocks_free"),
+    *("num_preempted", "num_finished", "blocks_total", "blocks_used", "blocks_cached", "blocks_free"),
 )
 _CLEAR = "\x1b[2J\x1b[H"
 
@@ -41,6 +41,7 @@ class PartNumbers:
     decode_tokens: float
     prefill_tokens: float
     num_preempted: float
+    num_finished: float
     last: dict[str, float]
 
     @staticmethod
@@ -53,6 +54,7 @@ class PartNumbers:
             decode_tokens=steps.sum("num_decode_tokens"),
             prefill_tokens=steps.sum("num_prefill_tokens"),
             num_preempted=steps.sum("num_preempted"),
+            num_finished=steps.sum("num_finished"),
             last={name: float(steps[name][-1]) for name in _COLUMNS},
         )
 
@@ -93,8 +95,18 @@ class Follower:
         since = _since(summary, now)
         share = f" ({done / total:.0%})" if total else ""
         lines = [f"{self.store.shown}: {self.status}" + (f", began {seconds(since)} ago" if since else "")]
-        lines.append(f"  {'rows':<10} {done:,} of {total:,} written{share}")
+        left = self._left_s(total - done)
+        soon = f", about {seconds(left)} left" if left and self.status == RUNNING else ""
+        lines.append(f"  {'rows':<10} {done:,} of {total:,} written{share}{soon}")
         return lines
+
+    def _left_s(self, num_rows: int) -> float | None:
+        """Seconds that rows take at the speed of the steps seen so far, of all shards together."""
+        shards: dict[str, list[PartNumbers]] = {}
+        for name, part in self._parts.items():
+            shards.setdefault(_shard(name), []).append(part)
+        rate = sum(sum(p.num_finished for p in parts) / sum(p.seconds for p in parts) for parts in shards.values())
+        return num_rows / rate if rate > 0 else None
 
     def _step_lines(self) -> list[str]:
         latest = self._latest()
@@ -119,7 +131,7 @@ class Follower:
 
     def _latest(self) -> list[PartNumbers]:
         """The newest part of each shard."""
-        newest = {name.rpartition("-")[0]: part for name, part in self._parts.items()}
+        newest = {_shard(name): part for name, part in self._parts.items()}
         return list(newest.values())
 
 
@@ -143,6 +155,10 @@ def sparkline(values: list[float]) -> str:
     """The values as little bars, from 0 to the largest."""
     most = max(values, default=0.0) or 1.0
     return "".join(_BARS[min(len(_BARS) - 1, int(value / most * len(_BARS)))] for value in values)
+
+
+def _shard(part: str) -> str:
+    return part.rpartition("-")[0]
 
 
 def _since(summary: dict[str, Any], now: datetime) -> float | None:
