@@ -29,6 +29,7 @@ class Prefix:
 
     parent: Prefix | None
     tokens: bytes
+    digest: bytes
 
     def continues(self, parent: Prefix | None, tokens: bytes) -> bool:
         """Whether this is `tokens` after `parent`; parents that are the same object end the comparison early."""
@@ -83,7 +84,6 @@ class PrefixCache:
         self._root = digest(seed)
         self._blocks: dict[bytes, int] = {}
         self._prefixes: dict[int, Prefix] = {}
-        self._digests: dict[int, bytes] = {}
         self._chains: dict[int, _Chain] = {}
         self._pending: dict[bytes, int] = {}
 
@@ -122,9 +122,10 @@ class PrefixCache:
             if known is not None and self._prefixes[known].continues(chain.prefix, tokens):
                 chain.prefix = self._prefixes[known]
             else:
-                chain.prefix = Prefix(chain.prefix, tokens)
+                chain.prefix = Prefix(chain.prefix, tokens, digest)
                 if known is None:
-                    self._add(table[chain.num_published], digest, chain.prefix)
+                    block = table[chain.num_published]
+                    self._blocks[digest], self._prefixes[block] = block, chain.prefix
             chain.num_published += 1
 
     def fork(self, request_id: int, child_id: int) -> None:
@@ -141,18 +142,17 @@ class PrefixCache:
 
     def forget(self, block: int) -> None:
         """A block's K/V are about to be overwritten."""
-        del self._prefixes[block]
-        del self._blocks[self._digests.pop(block)]
+        del self._blocks[self._prefixes.pop(block).digest]
 
     def clear(self) -> None:
         """Forget all blocks."""
-        for index in (self._blocks, self._prefixes, self._digests):
-            index.clear()
+        self._blocks.clear()
+        self._prefixes.clear()
 
     def check_integrity(self) -> None:
         """Assert that digests and blocks point at each other, and that only live sequences have something pending."""
-        assert {block: digest for digest, block in self._blocks.items()} == self._digests
-        assert self._digests.keys() == self._prefixes.keys()
+        assert self._blocks == {prefix.digest: block for block, prefix in self._prefixes.items()}
+        assert len(self._blocks) == len(self._prefixes)
         assert set(self._pending.values()) <= self._chains.keys()
 
     def _links(
@@ -166,9 +166,6 @@ class PrefixCache:
                 tokens = array("i", token_ids[begin : begin + size]).tobytes()
                 links.append((self._digest((links[-1][0] if links else self._root) + tokens), tokens))
             yield links[index]
-
-    def _add(self, block: int, digest: bytes, prefix: Prefix) -> None:
-        self._blocks[digest], self._prefixes[block], self._digests[block] = block, prefix, digest
 
     def _settle(self, digest: bytes, request_id: int) -> None:
         if self._pending.get(digest) == request_id:
