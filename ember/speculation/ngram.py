@@ -15,7 +15,7 @@ class NgramIndex:
     """
 
     def __init__(self, shortest: int, longest: int) -> None:
-        self._lengths = range(longest, shortest - 1, -1)
+        self._lengths = range(shortest, longest + 1)
         self._ends: dict[tuple[int, ...], int] = {}
         self._num_indexed = 0
 
@@ -25,20 +25,18 @@ class NgramIndex:
         Where the earlier text reaches the end it goes on with its own copy, so that a loop is proposed round and round.
         """
         self._index(tokens)
-        size = len(tokens)
+        size, end = len(tokens), 0
         for n in self._lengths:
-            end = self._ends.get(tuple(tokens[size - n :])) if n <= size else None
-            if end is not None:
-                period = size - end
-                return [tokens[end + i % period] for i in range(most)]
-        return []
+            longer = self._ends.get(tuple(tokens[size - n :])) if n <= size else None
+            if longer is None:  # then no n-gram that is longer still occurred before
+                break
+            end = longer
+        return [tokens[end + i % (size - end)] for i in range(most)] if end else []
 
     def _index(self, tokens: list[int]) -> None:
         """Enter the n-grams that end before the last token: the last ones are what is looked up."""
-        before, until = self._num_indexed, len(tokens) - 1
-        for n in self._lengths:
-            first = max(n, before + 1)
-            window = tokens[first - n : until]
-            grams = zip(*(window[i:] for i in range(n)), strict=False)
-            self._ends.update(zip(grams, range(first, until + 1), strict=False))
-        self._num_indexed = max(before, until)
+        for end in range(self._num_indexed + 1, len(tokens)):
+            for n in self._lengths:
+                if n <= end:
+                    self._ends[tuple(tokens[end - n : end])] = end
+            self._num_indexed = end

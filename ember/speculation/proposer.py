@@ -16,13 +16,13 @@ from ember.core.speculation import Proposer
 from ember.speculation.drafting import SHORTEST_PAUSE, Drafting, Watch
 from ember.speculation.ngram import NgramIndex
 
-FIXED_ROWS = 32
+FIXED_ROWS = 16
 """What a step costs whatever its size (reading the weights, above all), in tokens' work."""
 FIRST_GUESS = 0.7
 """The chance that is assumed of a proposed token before any was seen."""
 MEMORY_OF_ALL = 0.995
 """What is left of an observation after one more of any sequence."""
-LONGEST_PAUSE = 128
+LONGEST_PAUSE = 64
 """Output tokens that a sequence goes without proposals at most, when they don't pay."""
 
 
@@ -45,14 +45,16 @@ class NgramProposer:
         state = self._state_of(sequence)
         if most < 1 or sequence.num_output_tokens < state.resumes_at:
             return []
+        proposed = state.index.continuation(sequence.token_ids, min(most, self.num_tokens))
+        if not proposed:
+            return []
         count = self._count_that_pays(state.watch, num_running)
-        proposed = state.index.continuation(sequence.token_ids, min(most, self.num_tokens, max(1, count)))
         if count > 0:
             state.pause = SHORTEST_PAUSE
-        elif proposed:
+        else:
             state.resumes_at = sequence.num_output_tokens + state.pause
             state.pause = min(2 * state.pause, LONGEST_PAUSE)
-        return proposed
+        return proposed[: max(1, count)]
 
     def learn(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """See `Proposer.learn`."""

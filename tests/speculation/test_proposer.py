@@ -204,5 +204,5 @@ def test_where_it_always_pays_nearly_all_is_proposed():
 def test_it_comes_back_when_the_text_begins_to_repeat():
     """Off for good after a bad start would lose the repetitive rest."""
     proposed, accepted, _ = proposals(lambda c: coin(c) if len(c) < 100 else c[-3], count=8, out=300)
-    assert accepted > 0.7 * 8 * 200
+    assert accepted > 0.6 * 8 * 200
     assert accepted > 0.7 * proposed
