@@ -31,6 +31,7 @@ from ember.data import store as folder_module
 from ember.job import run_job
 from ember.sampling_params import SamplingParams
 
+KEY = ("row_index", "sample_index")
 FAULTS = ("before_write", "half_written", "before_rename", "after_rename")
 WORDS = ["the", "people", "of", "the", "United", "States", "and", "Congress", "in", "the", "course", "of", "the", "war"]
 
@@ -51,11 +52,12 @@ class Tally:
 
 
 def write_prompts(path: Path, num_rows: int, rng: random.Random) -> None:
-    """Prompts of random length; every seventh row is bad."""
+    """Prompts of random length, some with several samples or the best of several; every seventh row is bad."""
+    ways = ({}, {"n": 3}, {}, {"n": 2, "best_of": 3}, {})
     with path.open("w") as file:
         for i in range(num_rows):
             prompt = " ".join(rng.choices(WORDS, k=rng.randint(1, 40))) if i % 7 else ""
-            file.write(json.dumps({"id": f"row-{i}", "prompt": prompt, "extra": i}) + "\n")
+            file.write(json.dumps({"id": f"row-{i}", "prompt": prompt, "extra": i, "sampling": ways[i % 5]}) + "\n")
 
 
 def job(data: Path, output: Path) -> JobConfig:
@@ -121,18 +123,23 @@ def die_in_writer(fault: str, nth: int) -> Callable[[], None]:
     return prepare
 
 
-def rows_of(output: Path, tally: Tally) -> dict[int, tuple[str, list[int], str | None]]:
+Key = tuple[int, int]
+"""(row_index, sample_index)"""
+
+
+def rows_of(output: Path, tally: Tally) -> dict[Key, tuple[str, list[int], str | None]]:
     """Every row in the parts that have their final names; doubled rows and torn files are counted."""
-    rows: dict[int, tuple[str, list[int], str | None]] = {}
+    rows: dict[Key, tuple[str, list[int], str | None]] = {}
     for part in sorted((output / "completions").glob("part-*.parquet")):
         try:
-            table = pq.read_table(part, columns=["row_index", "completion", "token_ids", "error"], partitioning=None)
+            table = pq.read_table(part, columns=[*KEY, "completion", "token_ids", "error"], partitioning=None)
         except (OSError, pa.ArrowException):
             tally.torn_files += 1
             continue
         for row in table.to_pylist():
-            tally.rows_doubled += row["row_index"] in rows
-            rows[row["row_index"]] = (row["completion"], row["token_ids"], row["error"])
+            key = (row["row_index"], row["sample_index"])
+            tally.rows_doubled += key in rows
+            rows[key] = (row["completion"], row["token_ids"], row["error"])
     return rows
 
 
