@@ -15,6 +15,7 @@ import torch
 from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
 from ember.model.embedding import Embedding, token_embedding
+from ember.model.heap import release_freed
 from ember.model.linear import Linear, make_linear
 from ember.model.llama_config import LlamaConfig
 from ember.model.row_ops import RowOps, make_row_ops
@@ -89,6 +90,7 @@ class Block:
         self.self_attn = Attention(config, weights, form, index, ops)
         self.post_attention_layernorm = RMSNorm(config, weights, f"layers.{index}.post_attention_layernorm", ops)
         self.mlp = MLP(config, weights, form, index, ops)
+        release_freed()
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
@@ -141,5 +143,9 @@ def _ends(config: LlamaConfig, weights: Weights, form: str) -> tuple[Embedding, 
 
 def _linear(weights: Weights, names: list[str], has_bias: bool, form: str) -> Linear:
     """One layer of those of these names, their outputs side by side."""
-    bias = torch.cat([weights[f"{name}.bias"] for name in names]) if has_bias else None
-    return make_linear(torch.cat([weights[f"{name}.weight"] for name in names]), bias, form=form)
+    bias = _joined(weights, [f"{name}.bias" for name in names]) if has_bias else None
+    return make_linear(_joined(weights, [f"{name}.weight" for name in names]), bias, form=form)
+
+
+def _joined(weights: Weights, names: list[str]) -> torch.Tensor:
+    return weights[names[0]] if len(names) == 1 else torch.cat([weights[name] for name in names])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+
+from ember.model.network import network_config
+from ember.model.presets import TINY
 
 LAYERS, WIDTH, VOCAB, CONTEXT = 2, 512, 50257, 64
 MEASURE = """
@@ -72,3 +76,22 @@ def test_loading_holds_no_weight_for_long_twice(dtype, num_files, tmp_path):
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < max(whole, 2 * embedding) + 0.4 * whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_llamas_joined_weights_leave_no_holes(tmp_path):
+    """Queries, keys and values are joined before they are packed; what was freed then lay lost in between."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8}
+    config = {"model_type": "llama", "vocab_size": 4096, "max_position_embeddings": 64, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps({**config, **sizes}))
+    rng = torch.Generator().manual_seed(0)
+    shapes = network_config(tmp_path).weight_layout.shapes
+    weights = {name: torch.randn(shape, generator=rng) for name, shape in shapes.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(TINY / name, tmp_path)
+    whole = sum(weight.numel() for weight in weights.values()) * 4 / 2**20
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1.5 * whole
