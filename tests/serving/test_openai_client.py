@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
 from ember import LLM, SamplingParams
-from tests.serving.conftest import RunningServer
+from tests.serving.conftest import ROOT, RunningServer
 
 openai = pytest.importorskip("openai", reason="needs the serve extra")
 pytestmark = pytest.mark.serve
@@ -153,3 +154,36 @@ def test_mistakes_raise_the_clients_own_errors(client) -> None:
     with pytest.raises(openai.BadRequestError, match="max_model_len") as caught:
         client.completions.create(model="tiny", prompt="word " * 1000)
     assert caught.value.code == "context_length_exceeded"
+
+
+def test_64_clients_get_the_answers_of_an_offline_job(server: RunningServer) -> None:
+    """Batches of any company, half of them streams: no token may change, and none be lost."""
+    lines = (ROOT / "jobs" / "prompts" / "humaneval.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    params = {"temperature": 0, "max_tokens": 12}
+    offline = LLM().generate(prompts, SamplingParams(**params))
+    left = iter(range(len(prompts)))
+    answers: dict[int, str] = {}
+
+    async def ask(client, index: int) -> str:
+        stream = index % 2 == 0
+        try:
+            answer = await client.completions.create(model="tiny", prompt=prompts[index], stream=stream, **params)
+        except openai.BadRequestError as error:
+            return error.body["message"]
+        if not stream:
+            return answer.choices[0].text
+        return "".join([chunk.choices[0].text async for chunk in answer])
+
+    async def run() -> None:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+
+            async def one() -> None:
+                for index in left:
+                    answers[index] = await ask(client, index)
+
+            await asyncio.gather(*(one() for _ in range(64)))
+
+    asyncio.run(run())
+    assert [answers[i] for i in range(len(prompts))] == [o.text or o.error for o in offline]
+    assert sum(o.error is not None for o in offline) == 4
