@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import shutil
-import subprocess
 from html import unescape
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from ember.report.measures import MEASURES, measure
 from ember.report.results import JobResults
 from ember.report.timeline import Timeline
 from ember.report.words import written
+from tests.report.browser import image_widths
 from tests.report.conftest import make_job
 
 PICTURES = {
@@ -184,19 +182,6 @@ def test_without_matplotlib_the_error_names_the_extra(job: str, monkeypatch, cap
 @pytest.mark.browser
 def test_a_browser_shows_every_picture(page: Path, tmp_path: Path) -> None:
     """An image that does not decode is an empty frame, which no test of the markup sees."""
-    browser = shutil.which("chromium") or shutil.which("chromium-browser")
-    if browser is None:
-        pytest.skip("needs Chromium")
-    text = page.read_text(encoding="utf-8")
-    policy = re.search(r'<meta http-equiv="Content-Security-Policy"[^>]*>', text)[0]
-    sizes = "[...document.images].map(i => [i.naturalWidth, i.width])"
-    probe = f"<script>onload = () => {{ document.title = JSON.stringify({sizes}) }}</script>"
-    copy = tmp_path / "page.html"
-    copy.write_text(text.replace(policy, "") + probe, encoding="utf-8")
-    flags = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    words = [browser, *flags, "--window-size=1300,1000", "--virtual-time-budget=5000", "--dump-dom", f"file://{copy}"]
-    shown = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True, env=environment).stdout
-    widths = json.loads(unescape(re.search(r"<title>(.*?)</title>", shown)[1]))
+    widths = image_widths(page, tmp_path)
     assert len(widths) == len(list(page.parent.glob("*.png")))
     assert all(natural > 100 and width > 300 for natural, width in widths)

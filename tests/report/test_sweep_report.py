@@ -19,6 +19,7 @@ from ember.report.results import JobResults
 from ember.report.same_tokens import compare_tokens
 from ember.report.sweep import Sweep, ordered
 from ember.report.words import written
+from tests.report.browser import image_widths
 
 ROWS = "\n".join(f'{{"prompt": "Of whales and men, number {i}"}}' for i in range(8))
 
@@ -87,6 +88,13 @@ def test_the_answer_comes_first(sweep: Path, monkeypatch, capsys) -> None:
 def test_pictures_over_two_keys(sweep: Path) -> None:
     names = {path.stem for path in (sweep / "report").glob("*.png")}
     assert {"sweep_tokens_per_s", "sweep_map", "sweep_waste", "sweep_num_preemptions", "sweep_trade"} <= names
+
+
+@pytest.mark.browser
+def test_a_browser_shows_every_picture(sweep: Path, tmp_path: Path) -> None:
+    widths = image_widths(sweep / "report" / "report.html", tmp_path)
+    assert len(widths) >= 5
+    assert all(natural > 100 and width > 300 for natural, width in widths)
 
 
 def test_the_first_row_with_other_tokens_is_named(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
