@@ -51,3 +51,14 @@ def test_a_block_too_large_for_the_pool_is_named_and_not_the_pool() -> None:
     shape = KVShape(n_layer=1, n_kv_head=1, head_dim=1, block_size=4096, dtype=torch.float32)
     with pytest.raises(UserError, match=r"block_size=4096: pool_size=auto holds 0 blocks .*; set 512 or less"):
         num_blocks_for("auto", shape, max_model_len=512, max_num_seqs=1, free_bytes=9000, total_bytes=10**9)
+
+
+@pytest.mark.parametrize("value", ["off", False])
+def test_off_in_a_job_file_is_off(value: object) -> None:
+    """YAML reads a bare `off` as false."""
+    assert EngineConfig(speculative=value).speculative == "off"  # type: ignore[arg-type]
+
+
+def test_ngram_lengths_are_a_range() -> None:
+    with pytest.raises(ConfigError, match="ngram_min=5: must be at most ngram_max=4"):
+        EngineConfig(ngram_min=5)

@@ -93,6 +93,7 @@ LINES = {
     "pool_size=0": "pool_size=0: must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto",
     "scheduler=foo": "scheduler=foo: must be one of prefill_first, mixed, static",
     "scheduler=[a]": "scheduler=[a]: must be text",
+    "speculative=eagle": "speculative=eagle: must be one of off, ngram",
     "sampling.top_p=1.5": "sampling.top_p=1.5: must be in (0, 1]",
     "sampling.top_k=0.01": "sampling.top_k=0.01: must be a whole number",
     "sampling.temperature=nan": "sampling.temperature=nan: must be a number >= 0",
