@@ -14,6 +14,7 @@ WAYS = [
     {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     {"temperature": 0.7, "logprobs": 3, "prompt_logprobs": 2, "n": 2},
     {"bad_words": ["the"], "logit_bias": {11: 2.0}, "min_tokens": 12, "stop": ["\n", "of"]},
+    {"regex": "([a-z]+ ){2,9}", "temperature": 1.0, "ignore_eos": False},
     {"allowed_token_ids": [11, 12, 13, 14, 290, 262], "logprobs": 0},
 ]
 SETTINGS = {"max_model_len": 64, "block_size": 4, "seed": 5, "device": "cpu", "dtype": "float32"}
@@ -49,8 +50,9 @@ def finished(proposer=None, **settings):
         return out
 
     llm.engine.step = recording
-    asked = [(prompt, SamplingParams(max_tokens=32, ignore_eos=True, **way)) for way in WAYS for prompt in PROMPTS]
-    llm.generate([prompt for prompt, _ in asked], [params for _, params in asked])
+    params = [SamplingParams(**{"max_tokens": 32, "ignore_eos": True, **way}) for way in WAYS]
+    asked = [(prompt, one) for one in params for prompt in PROMPTS]
+    llm.generate([prompt for prompt, _ in asked], [one for _, one in asked])
     return done
 
 
