@@ -238,8 +238,8 @@ class AsyncEngine:
         """Note the tokens of choices that stream; returns which, as (request_id, sample_index)."""
         keys: dict[tuple[int, int], None] = {}
         for token in step.tokens:
-            choice = self._live[token.request_id].choices[token.sample_index]
-            if choice.stream is not None:
+            choice = self._live[token.request_id].choices.get(token.sample_index)
+            if choice is not None and choice.stream is not None:
                 choice.token_ids.append(token.token_id)
                 keys[token.request_id, token.sample_index] = None
         return list(keys)
@@ -292,4 +292,6 @@ class AsyncEngine:
 
 
 def _choices(params: SamplingParams, indices: Iterator[int], stream: bool) -> dict[int, _Choice]:
+    """Which sequences the choices of a ranked request are shows at its end: until then there is no text to stream."""
+    stream = stream and not params.ranked
     return {i: _Choice(next(indices), TextStream(params.stop) if stream else None) for i in range(params.n)}

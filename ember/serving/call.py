@@ -86,16 +86,19 @@ def _call(
     given: dict[str, Any], prompts: list[Prompt], params: SamplingParams, *, echo: bool, max_choices: int
 ) -> Call:
     """What completions and chats share."""
-    if len(prompts) * params.n > max_choices:
+    if len(prompts) * params.num_sequences > max_choices:
+        most = f"more than {max_choices}, the most of a request"
         raise ApiError(
             400,
-            f"{len(prompts)} prompts with n={params.n} are more than {max_choices} choices, the most of a request",
+            f"{len(prompts)} prompts with {params.num_sequences} choices each are {most}",
             param="prompt" if params.n == 1 else "n",
             code="too_many_choices",
         )
     if not isinstance(given.get("user", ""), str):
         raise _wrong("user", "must be text")
     stream = _flag(given, "stream")
+    if stream and params.ranked:
+        raise _wrong("stream", "can't be with best_of or a beam search: which choices are best shows at the end")
     return Call(
         prompts=prompts,
         params=params,
@@ -144,10 +147,8 @@ def _params(given: dict[str, Any], defaults: SamplingParams) -> SamplingParams:
         named = re.match(r"body\.(\w+)", str(error))
         message = str(error).removeprefix("body.")
         raise ApiError(400, message, param=named and named[1], code="unsupported_parameter") from None
-    if params.ranked and params.num_sequences > 1:
-        raise ApiError(400, "best_of above 1 is not supported", param="best_of", code="unsupported_parameter")
     _check_limits(params)
-    return params
+    return replace(params, best_of=None) if params.best_of == 1 else params  # the best of one: it may stream
 
 
 def _check_limits(params: SamplingParams) -> None:

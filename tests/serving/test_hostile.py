@@ -75,6 +75,8 @@ BODIES = {
     "too many prompts": b'{"prompt": [' + b'"a",' * 100_000 + b'"a"]}',
     "n": b'{"prompt": "x", "n": 1000000000}',
     "best_of": b'{"prompt": "x", "best_of": 1000000000}',
+    "many samples": b'{"prompt": "x", "n": 1000}',
+    "many samples to choose from": b'{"prompt": "x", "best_of": 1000}',
     "max_tokens as text": b'{"prompt": "x", "max_tokens": "8"}',
     "max_tokens below 0": b'{"prompt": "x", "max_tokens": -1}',
     "max_tokens beyond 64 bits": b'{"prompt": "x", "max_tokens": 1e300}',

@@ -55,6 +55,17 @@ def test_n_choices_a_prompt_are_drawn_as_offline(client) -> None:
     assert texts == expected
 
 
+def test_the_best_of_several(client) -> None:
+    """Sequences that are drawn beside the choices must not end the engine's thread."""
+    params = {"temperature": 1.0, "seed": 11, "best_of": 4, "max_tokens": 8}
+    (offline,) = LLM(num_threads=1).generate(PROMPTS[:1], SamplingParams(**params))
+    assert client.completions.create(model="tiny", prompt=PROMPTS[0], **params).choices[0].text == offline.text
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.completions.create(model="tiny", prompt=PROMPTS[0], stream=True, **params)
+    one = client.completions.create(model="tiny", prompt=PROMPTS[0], stream=True, **{**params, "best_of": 1})
+    assert "".join(chunk.choices[0].text for chunk in one)
+
+
 def test_token_ids_are_prompts_too(client, offline) -> None:
     ids = [o.prompt_token_ids for o in offline]
     one = client.completions.create(model="tiny", prompt=ids[1], **PARAMS)
