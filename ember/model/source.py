@@ -99,6 +99,8 @@ def _local(text: str) -> ModelFolder | None:
         raise UserError(f"{_setting(text)}: not a folder that can be read ({error})") from None
     if is_file:
         raise UserError(f"{_setting(text)}: is a file; give the folder that it lies in, or a .gguf file")
+    if is_gguf(folder):
+        raise UserError(f"{_setting(text)}: no such file")
     if _looks_like_path(text):
         raise UserError(f"{_setting(text)}: no such folder (a Hub repo id looks like org/name or org/name@revision)")
     return None

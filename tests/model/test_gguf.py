@@ -366,3 +366,5 @@ def test_other_files_are_refused(tmp_path):
     shutil.copy(TINY / "config.json", tmp_path / "x.bin")
     with pytest.raises(UserError, match=r"is a file; give the folder that it lies in, or a \.gguf file"):
         LLM(tmp_path / "x.bin")
+    with pytest.raises(UserError, match=r"model\.path=missing\.gguf: no such file"):
+        LLM("missing.gguf")

@@ -138,6 +138,16 @@ def test_angles_of_long_positions_equal_transformers(kind, tmp_path):
         torch.testing.assert_close(mine[positions], theirs[0, :, : config.head_dim // 2], atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("changes", [{}, {"rope_parameters": LLAMA3}, {"rope_parameters": YARN}], ids=["", "3", "yarn"])
+def test_a_long_prompt_and_a_step(changes, tmp_path):
+    """Over many tiles and blocks, far beyond the original context."""
+    ids = [(37 * i + i * i) % 61 for i in range(1200)]
+    model = random_model("Llama", max_position_embeddings=2048, **changes)
+    config, weights = saved(model, tmp_path)
+    ours = ember_logits(config, weights, ids, [700, 499, 1], block_size=16, attention="cpu")
+    close(ours, their_logits(model, ids)[[699, 1198, 1199]])
+
+
 def test_dynamic_scaling_equals_transformers_token_by_token(tmp_path):
     """Beyond the original context a token's base follows its position, whatever chunk or batch it comes in."""
     dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
