@@ -48,12 +48,14 @@ def _mask(logits: torch.Tensor, sequence: Sequence) -> None:
     if banned:
         logits[banned] = -math.inf
     if params.logit_bias:
-        biases = torch.tensor(list(params.logit_bias.values()), device=logits.device)
-        logits[list(params.logit_bias)] += biases
+        tokens = torch.tensor(list(params.logit_bias), device=logits.device)
+        logits.index_add_(0, tokens, torch.tensor(list(params.logit_bias.values()), device=logits.device))
 
 
 def _about_to_end(word: list[int], sequence: Sequence) -> bool:
     """Whether the output ends with all of the word's tokens but the last."""
+    if len(word) > 1 and word[-2] != sequence.token_ids[-1]:
+        return False
     start = sequence.num_tokens - len(word) + 1
     begun = start >= sequence.num_prompt_tokens
     return begun and sequence.token_ids[start:] == word[:-1]
