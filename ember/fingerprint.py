@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from typing import Any
 
@@ -21,7 +22,11 @@ def fingerprint(config: JobConfig, plan: JobPlan, files: list[str], hashes: File
     Raises:
         UserError: a file can't be read.
     """
-    sampling = {f"sampling.{key}": value for key, value in asdict(config.sampling).items() if key != "seed"}
+    sampling = {
+        f"sampling.{key}": json.loads(json.dumps(value))
+        for key, value in asdict(config.sampling).items()
+        if key != "seed"
+    }
     return {
         "result_version": RESULT_VERSION,
         **plan.identity(hashes),

@@ -223,6 +223,15 @@ def test_the_columns_of_a_job(tmp_path, output_format):
     assert rows[4]["completion"] in ("Ahab", "Ishmael")
 
 
+def test_a_job_with_a_mapping_goes_on(tmp_path):
+    """JSON has no numbers as keys: read back from the manifest, the same bias looked like another."""
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "Call me"}\n' * 2)
+    for limit in (1, 2):
+        sampling = SamplingParams(max_tokens=1, logit_bias={198: -5, 13: 2.5}, json_schema={"enum": [1, 2]})
+        where = {"data": str(tmp_path / "rows.jsonl"), "output": str(tmp_path / "out"), "num_threads": 1}
+        assert run_job(JobConfig(**where, sampling=sampling, limit=limit, progress=False)).num_rows_done == limit
+
+
 def rows_of(folder, output_format):
     (part,) = (folder / "completions").iterdir()
     if output_format == "parquet":

@@ -10,7 +10,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from ember.config import JobConfig
 
 NO_BASE = "the job file does not build on ember's settings: begin it with `defaults: [config, _self_]`"
-FREE = ("schema", "sampling_columns", "chat_template_kwargs")
+FREE = ("schema", "sampling_columns", "chat_template_kwargs", "sampling.logit_bias")
 """Mappings with any keys."""
 _BY_HAND = {
     "data": "a file, folder or glob, or a list of them",

@@ -51,7 +51,7 @@ def _check(override: Override, line: str) -> None:
 
 
 def _check_deletion(key: str) -> None:
-    if key.partition(".")[0] in FREE and "." in key:
+    if any(key.startswith(f"{free}.") for free in FREE):
         return
     if key not in known_keys():
         raise UserError(f"~{no_such_key(key)}")

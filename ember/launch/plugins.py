@@ -134,7 +134,7 @@ def _schema() -> DictConfig:
     """JobConfig, with its free mappings open: Hydra closes every mapping to keys that it does not know."""
     schema: DictConfig = OmegaConf.structured(JobConfig)
     for key in FREE:
-        OmegaConf.set_struct(schema[key], False)
+        OmegaConf.set_struct(OmegaConf.select(schema, key), False)
     return schema
 
 
