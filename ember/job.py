@@ -107,6 +107,8 @@ def _plan(config: JobConfig) -> JobPlan:
     _check_chat(config, plan)
     if plan.why_not_exact is not None:
         print(f"note: not exact to the bit: {plan.why_not_exact}", file=sys.stderr)
+    if config.sampling.greedy and config.sampling.n > 1 and config.sampling.beam_width is None:
+        print(f"note: sampling.n={config.sampling.n} with temperature 0 gives equal samples", file=sys.stderr)
     return plan
 
 

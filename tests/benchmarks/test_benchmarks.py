@@ -21,6 +21,7 @@ COMMANDS = {
     "block_size": ["--workload", "w3", "--size", "1", "--size", "512", "--pool", "1024tok"],
     "continuous_vs_static": ["--requests", "16", "--max-num-seqs", "2"],
     "prefix": ["--workload", "w2"],
+    "forks": ["--samples", "3"],
     "speculation": ["--batch", "2"],
     "overhead": ["--sequences", "1", "--sequences", "3"],
     "sampling": [],
@@ -33,6 +34,7 @@ ROWS = {
     "overhead": 2,
     "sampling": 10,
     "prefix": 2,
+    "forks": 4,
     "speculation": 3,
     "peers.__main__": 2,
 }
