@@ -39,10 +39,18 @@ def same_tokens(comparisons: list[Comparison], keys: list[str], num_jobs: int) -
     for comparison in comparisons:
         if comparison.difference is not None:
             yield _differs(comparison.difference), False
-            continue
-        rows = f"{comparison.num_compared:,} rows"
-        some = "" if comparison.num_compared == comparison.num_rows else " that they all have so far"
-        yield f"All {len(comparison.jobs)} jobs gave identical tokens in all {rows}{some}.", True
+    alike = [comparison for comparison in comparisons if comparison.difference is None]
+    if alike:
+        yield _identical(alike), True
+
+
+def _identical(groups: list[Comparison]) -> str:
+    rows = min(group.num_compared for group in groups)
+    some = "" if all(group.num_compared == group.num_rows for group in groups) else " that they have so far"
+    if len(groups) == 1:
+        return f"All {len(groups[0].jobs)} jobs gave identical tokens in all {rows:,} rows{some}."
+    jobs = sum(len(group.jobs) for group in groups)
+    return f"Within each of {len(groups)} groups, {jobs} jobs in all, tokens are identical in all {rows:,} rows{some}."
 
 
 def _gain(sweep: Sweep, ranked: list[SweepJob]) -> str:
@@ -52,9 +60,9 @@ def _gain(sweep: Sweep, ranked: list[SweepJob]) -> str:
     near = [job for job in ranked[1:] if _share(sweep, best, job) <= NEAR]
     if len(near) == len(ranked) - 1:
         return f"{text}; but all jobs are within {NEAR:.0%} of each other, which one run each can't tell apart."
-    text += f", against {next_one} of the next ({second.label(sweep.keys)})" if len(ranked) > 2 else ""
+    text += f", against {next_one} of the next ({second.label(sweep.keys)}) and" if len(ranked) > 2 else ", against"
     times = _times(best.value(sweep.sort), worst.value(sweep.sort))
-    text += f" and {last} of the last ({worst.label(sweep.keys)}){times}."
+    text += f" {last} of the last ({worst.label(sweep.keys)}){times}."
     if near:
         text += f" {len(near)} more within {NEAR:.0%} of it: one run each can't tell them apart."
     return text

@@ -110,7 +110,7 @@ def _trade(sweep: Sweep) -> Picture:
             axes.annotate(str(number), at, xytext=(4, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel("latency, 95th percentile (s)")
         axes.set_ylabel("output tokens/s")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * max(job.values["tokens_per_s"] or 0.0 for _, job in jobs) or 1.0)
         axes.set_xlim(left=0)
         thousands(axes.yaxis)
 
