@@ -160,6 +160,38 @@ def llm():
     return LLM(device="cpu", dtype="float32", max_model_len=160, pool_size="3000tok")
 
 
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_what_waits_is_given_up_and_what_runs_goes_on(steps):
+    """A signal between two samples of a row: pending ones forgotten, or a ranking of half the samples."""
+    llm = LLM(device="cpu", dtype="float32", max_model_len=96, pool_size="1000tok", max_num_seqs=3)
+    llm.add(7, "The whale", SamplingParams(n=6, temperature=1.0, max_tokens=9, ignore_eos=True), together=False)
+    llm.add(8, "The whale and", SamplingParams(best_of=3, temperature=1.0, max_tokens=9))
+    llm.add(9, "The", SamplingParams(beam_width=3, max_tokens=9))
+    for _ in range(steps):
+        llm.step()
+    assert llm.abort_waiting() == {7, 8, 9}
+    outputs = []
+    while llm.engine.num_unfinished:
+        outputs += llm.step()[0]
+    assert [(output.request_id, [s.index for s in output.outputs]) for output in outputs] == [
+        (7, [i]) for i in range(3)
+    ]
+    assert llm.engine.scheduler.blocks.num_used == 0
+    assert len(llm.generate("The sea", SamplingParams(n=2, temperature=1.0, max_tokens=3))[0].outputs) == 2
+
+
+def test_a_search_whose_beams_wait_is_given_up_whole():
+    """Beams held for others that will never come."""
+    llm = LLM(device="cpu", dtype="float32", max_model_len=96, pool_size="1000tok", max_num_seqs=2)
+    llm.add(0, "The whale", SamplingParams(beam_width=4, max_tokens=9))
+    for _ in range(3):
+        llm.step()
+    assert llm.abort_waiting() == {0}
+    assert llm.engine.num_unfinished == 0
+    assert not llm.engine.scheduler.held
+    assert llm.engine.scheduler.blocks.num_used == 0
+
+
 def test_an_engine_of_a_cluster_gives_rows_whole(llm):
     """A chunk's result with one sample of a row, and the others nowhere."""
     from ember.data.reader import PromptRow

@@ -63,6 +63,9 @@ class RemoteRequests:
         for key in ("logprobs", "prompt_logprobs"):
             if (value := getattr(params, key)) is not None:
                 raise RequestError("bad_sampling", f"{key}={value}: engine=http keeps no log-probabilities")
+        for key in ("best_of", "beam_width"):
+            if (value := getattr(params, key)) is not None:
+                raise RequestError("bad_sampling", f"{key}={value}: servers may pass over it; leave it out")
         own, default = _values(params), _values(SamplingParams())
         given = {key: value for key, value in own.items() if key in _ALWAYS or value != default[key]}
         if not params.greedy:
