@@ -24,7 +24,7 @@ def sweep_pictures(sweep: Sweep) -> list[Picture]:
         return []
     shown = [key for key in _METRICS if any(job.values[key] for job in sweep.jobs)]
     pictures = [_over_key(sweep, key) for key in shown]
-    if len(sweep.keys) == 2 and sweep.sort in BY_KEY:
+    if len(sweep.keys) == 2 and sweep.sort in BY_KEY and any(_known(job, sweep.sort) for job in sweep.jobs):
         pictures.insert(1, _map(sweep))
     return [*pictures, _trade(sweep)]
 
@@ -110,7 +110,7 @@ def _trade(sweep: Sweep) -> Picture:
             axes.annotate(str(number), at, xytext=(4, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel("latency, 95th percentile (s)")
         axes.set_ylabel("output tokens/s")
-        axes.set_ylim(0, 1.12 * max(job.values["tokens_per_s"] or 0.0 for _, job in jobs) or 1.0)
+        axes.set_ylim(0, 1.12 * max((job.values["tokens_per_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
         axes.set_xlim(left=0)
         thousands(axes.yaxis)
 

@@ -130,6 +130,16 @@ def test_jobs_with_other_results_are_not_compared(sweep: Path, tmp_path: Path, m
     assert "Within each of 2 groups, 4 jobs in all, tokens are identical in all 8 rows." in said
 
 
+def test_jobs_that_were_killed_before_their_first_step(sweep: Path, tmp_path: Path, capsys) -> None:
+    """A sweep looked at too early has manifests and settings, but no numbers."""
+    for job in sweep.glob("block_size=*"):
+        (tmp_path / job.name).mkdir()
+        for name in ("manifest.json", "config.yaml"):
+            shutil.copy(job / name, tmp_path / job.name / name)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "There is nothing to compare" in capsys.readouterr().out
+
+
 def test_sizes_are_in_order_of_size() -> None:
     """As text, 1024tok comes before 512tok."""
     assert ordered(["4096tok", "512tok", "1GiB", "2KiB"]) == ["512tok", "2KiB", "4096tok", "1GiB"]
