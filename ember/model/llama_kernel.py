@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from numba import extending, njit, prange, types
 
-from ember.kernel_cache import ensure_kernel_cache
+from ember.kernel_cache import ensure_kernel_cache, patience
 from ember.model.packed_matrix import flat
 from ember.threads import numba_follows_torch
 
@@ -150,3 +150,16 @@ def run(few: Any, many: Any, x: torch.Tensor, *others: Any) -> None:
     else:
         numba_follows_torch()
         many(*arrays)
+
+
+def warm_up() -> None:
+    """Compile, or load what an earlier process compiled: not within the first step."""
+    numba_follows_torch()
+    x, rows = np.zeros(8, np.float32), np.zeros((1, 4), np.float32)
+    with patience("what lies between the matrices of a Llama: a few seconds, once"):
+        for norm in (norm_few, norm_many):
+            norm(x, 8, rows, x[:4], _ONE)
+        for turn in (turn_few, turn_many):
+            turn(x, 8, 1, rows, rows)
+        for gate in (gate_few, gate_many):
+            gate(x, 8, rows, _ONE, _ZERO)

@@ -45,6 +45,7 @@ class CompiledRows:
         from ember.model import llama_kernel
 
         self._kernel: Any = llama_kernel
+        llama_kernel.warm_up()
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `RowOps.norm`."""
