@@ -83,6 +83,7 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
 
 def test_a_shipped_job_runs_anywhere(installed: Path, tmp_path: Path) -> None:
     run([str(installed / "ember"), "-cn", "quickstart", "sampling.max_tokens=2", "output=out"], tmp_path)
+    assert "OpenAI-compatible" in run([str(installed / "ember-serve"), "--help"], tmp_path)
     assert pq.read_table(tmp_path / "out" / "completions").num_rows == 24
 
 

@@ -104,19 +104,14 @@ async def _ask(session: aiohttp.ClientSession, url: str, request: Request, *, st
     async with session.post(f"{url}/v1/completions", json=body) as answer:
         answer.raise_for_status()
         if not stream:
-            tokens = (await answer.json())["choices"][0]["token_ids"]
-            first = perf_counter()
-        async for line in answer.content if stream else _nothing():
-            if line.startswith(b"data: {"):
-                first = first or perf_counter()
-                tokens += json.loads(line[6:])["choices"][0]["token_ids"]
+            tokens, first = (await answer.json())["choices"][0]["token_ids"], perf_counter()
+        else:
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    first = first or perf_counter()
+                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
     end = perf_counter()
     return Timing(tokens, first - begin, (end - first) / max(1, len(tokens) - 1))
-
-
-async def _nothing() -> Iterator[bytes]:
-    return
-    yield b""
 
 
 def main(argv: list[str] | None = None) -> None:

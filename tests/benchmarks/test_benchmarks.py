@@ -25,6 +25,7 @@ COMMANDS = {
     "speculation": ["--batch", "2"],
     "overhead": ["--sequences", "1", "--sequences", "3"],
     "sampling": [],
+    "serving": ["--workload", "w3", "--clients", "2"],
     "peers.__main__": ["--workload", "w3", "--peer", "openvino"],
 }
 ROWS = {
@@ -33,6 +34,7 @@ ROWS = {
     "continuous_vs_static": 6,
     "overhead": 2,
     "sampling": 10,
+    "serving": 1,
     "prefix": 2,
     "forks": 4,
     "speculation": 3,

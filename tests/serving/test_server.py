@@ -68,6 +68,12 @@ def test_a_port_that_is_taken_is_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert f"error: port={port}: can't listen on 127.0.0.1: Address already in use" in capsys.readouterr().err
 
 
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("ember.entrypoints.serve.find_spec", lambda name: None)
+    assert serve([]) == 2
+    assert capsys.readouterr().err == "error: serving needs fastapi: pip install 'ember-batch[serve]'\n"
+
+
 @pytest.fixture(scope="module")
 def small():
     """A server with a key and little room."""
