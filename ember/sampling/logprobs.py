@@ -13,10 +13,21 @@ from ember.sampling.token_logprobs import TokenLogprobs
 _LOW = 2**32 - 1
 
 
+TILE = 2**22
+"""Logits looked at together: what is made on the way takes some 30 bytes for each."""
+
+
 def token_logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
     """For each row of `logits` [N, V] its token's log-probability and those of the `counts` (-1: all) likeliest."""
     vocab_size = logits.shape[-1]
     counts = [vocab_size if count < 0 else count for count in counts]
+    tile = max(1, TILE // vocab_size)
+    pieces = [slice(start, start + tile) for start in range(0, len(tokens), tile)]
+    return [entry for piece in pieces for entry in _tile(logits[piece], tokens[piece], counts[piece])]
+
+
+def _tile(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
+    vocab_size = logits.shape[-1]
     logprobs = logits.log_softmax(dim=-1)
     keys = _sort_keys(logits)
     chosen = torch.tensor(tokens, device=logits.device)[:, None]

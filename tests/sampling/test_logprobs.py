@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from ember.sampling import logprobs as logprobs_module
 from ember.sampling.logprobs import token_logprobs
 
 
@@ -53,3 +54,12 @@ def test_they_are_those_of_a_plain_softmax():
     tokens = [3, 99, 0, 399, 7]
     expected = logits.double().log_softmax(-1)[range(5), tokens].tolist()
     assert [f.logprobs[0] for f in token_logprobs(logits, tokens, [1] * 5)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_many_rows_are_taken_in_tiles(monkeypatch):
+    """A prompt's logits would need ten times their own memory at once; the last tile is shorter."""
+    logits = torch.randn(11, 20, generator=torch.Generator().manual_seed(3))
+    tokens, counts = [i % 20 for i in range(11)], [i % 4 - 1 for i in range(11)]
+    at_once = token_logprobs(logits, tokens, counts)
+    monkeypatch.setattr(logprobs_module, "TILE", 60)
+    assert token_logprobs(logits, tokens, counts) == at_once
