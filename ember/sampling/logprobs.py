@@ -10,11 +10,8 @@ import torch
 
 from ember.sampling.token_logprobs import TokenLogprobs
 
-_LOW = 2**32 - 1
-
-
 TILE = 2**22
-"""Logits looked at together: what is made on the way takes some 30 bytes for each."""
+"""Logits looked at together: what is made on the way takes some 10 bytes for each."""
 
 
 def token_logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
@@ -27,23 +24,36 @@ def token_logprobs(logits: torch.Tensor, tokens: list[int], counts: list[int]) -
 
 
 def _tile(logits: torch.Tensor, tokens: list[int], counts: list[int]) -> list[TokenLogprobs]:
-    vocab_size = logits.shape[-1]
     logprobs = logits.log_softmax(dim=-1)
-    keys = _sort_keys(logits)
     chosen = torch.tensor(tokens, device=logits.device)[:, None]
-    ranks = (keys > keys.gather(1, chosen)).sum(dim=-1) + 1
-    own = zip(tokens, logprobs.gather(1, chosen)[:, 0].tolist(), ranks.tolist(), strict=True)
-    best = vocab_size - 1 - (keys.topk(max(counts), dim=-1).values & _LOW)
+    own = zip(tokens, logprobs.gather(1, chosen)[:, 0].tolist(), _ranks(logits, chosen).tolist(), strict=True)
+    best = _best(logits, max(counts))
     best_logprobs = logprobs.gather(1, best).tolist()
     rows = zip(own, counts, best.tolist(), best_logprobs, strict=True)
     return [_position(*one, ids[:count], values[:count]) for one, count, ids, values in rows]
 
 
-def _sort_keys(logits: torch.Tensor) -> torch.Tensor:
-    """Whole numbers in the order of the logits, and where those are equal, of falling token id: no two are equal."""
-    bits = (logits.float() + 0.0).view(torch.int32).long()  # + 0.0: -0.0 becomes 0.0
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered << 32) + torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
+def _ranks(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """The rank of one token a row, `chosen` [N, 1]; [N]."""
+    values = logits.gather(1, chosen)
+    ranks = (logits > values).sum(dim=-1) + 1
+    tied = ((logits == values).sum(dim=-1) > 1).nonzero()[:, 0].tolist()
+    for row in tied:
+        ranks[row] += (logits[row, : int(chosen[row])] == values[row]).sum()
+    return ranks
+
+
+def _best(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """The ids of each row's `count` largest logits in order of rank; [N, count]."""
+    if count == 0:
+        return torch.empty(len(logits), 0, dtype=torch.long, device=logits.device)
+    values, ids = logits.topk(count, dim=-1)
+    tied = ((logits >= values[:, -1:]).sum(dim=-1) > count).nonzero()[:, 0].tolist()
+    for row in tied:  # which of the last equals topk takes is not said
+        ids[row] = logits[row].sort(descending=True, stable=True).indices[:count]
+    ids = ids.sort(dim=-1).values
+    order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
+    return ids.gather(1, order)
 
 
 def _position(token: int, logprob: float, rank: int, ids: list[int], logprobs: list[float]) -> TokenLogprobs:
