@@ -47,23 +47,26 @@ class Answer(ABC):
             "created": int(time.time()),
             "model": model,
         }
+        self._head_json = as_json(self._head)[:-1]
 
     def whole(self, outputs: Sequence[CompletionOutput]) -> dict[str, Any]:
         """The body of an answer that does not stream."""
         choices = [self._choice(self._whole(index, output)) for index, output in enumerate(outputs)]
         return {**self._head, "choices": choices, "usage": self._usage(outputs)}
 
-    def opening(self) -> list[dict[str, Any]]:
-        """The chunks before the first token."""
-        return [self._chunk(content | {"index": i}) for i in range(self.num_choices) if (content := self._first(i))]
+    def opening(self) -> bytes:
+        """The events before the first token."""
+        firsts = [(index, self._first(index)) for index in range(self.num_choices)]
+        return b"".join(self._event(content | {"index": index}) for index, content in firsts if content)
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        """The chunk for one piece."""
-        return self._chunk(self._choice(piece, delta=True))
+    def piece(self, piece: Piece) -> bytes:
+        """The event for one piece."""
+        return self._event(self._choice(piece, delta=True))
 
-    def closing(self, outputs: Sequence[CompletionOutput]) -> list[dict[str, Any]]:
-        """The chunks after the last token."""
-        return [{**self._head, "choices": [], "usage": self._usage(outputs)}] if self._call.include_usage else []
+    def closing(self, outputs: Sequence[CompletionOutput]) -> bytes:
+        """The events after the last token."""
+        usage = {**self._head, "choices": [], "usage": self._usage(outputs)}
+        return as_event(usage) if self._call.include_usage else b""
 
     @property
     def num_choices(self) -> int:
@@ -85,9 +88,11 @@ class Answer(ABC):
     def _whole(self, index: int, output: CompletionOutput) -> Piece:
         return Piece(index, output.text, output.token_ids, output.logprobs, output)
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        """A chunk with one choice; of its JSON only that differs from chunk to chunk."""
         usage = {"usage": None} if self._call.include_usage else {}
-        return {**self._head, "choices": [{"logprobs": None, "finish_reason": None, **choice}], **usage}
+        rest = {"choices": [{"logprobs": None, "finish_reason": None, **choice}], **usage}
+        return b"data: %b,%b\n\n" % (self._head_json, as_json(rest)[1:])
 
     def _choice(self, piece: Piece, *, delta: bool = False) -> dict[str, Any]:
         output = piece.output

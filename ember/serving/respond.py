@@ -99,7 +99,7 @@ class StreamResponse:
     async def _events(self) -> AsyncIterator[bytes]:
         answer, outputs = self._answer, []
         if opening := answer.opening():
-            yield b"".join(map(as_event, opening))
+            yield opening
         while pieces := await self._generation.pieces():
             wrong = next(
                 (failed(p.output) for p in pieces if p.output is not None and p.output.error is not None), None
@@ -108,8 +108,8 @@ class StreamResponse:
                 yield as_event(wrong.body) + DONE
                 return
             outputs += [piece.output for piece in pieces if piece.output is not None]
-            yield b"".join(as_event(answer.piece(piece)) for piece in pieces)
-        yield b"".join(map(as_event, answer.closing(outputs))) + DONE
+            yield b"".join(map(answer.piece, pieces))
+        yield answer.closing(outputs) + DONE
 
 
 @asynccontextmanager
