@@ -743,6 +743,6 @@ def test_verbs(job_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert capsys.readouterr().out == f"ember {ember.__version__}\n" * 2
     assert cli(["prompts.jsonl"]) == 2
     assert capsys.readouterr().err == (
-        "error: prompts.jsonl: no such verb (there are: run, export, version); settings are written key=value, "
-        "as in data=prompts.jsonl\n"
+        "error: prompts.jsonl: no such verb (there are: run, plan, serve, export, inspect, report, top, version); "
+        "settings are written key=value, as in data=prompts.jsonl\n"
     )

@@ -71,14 +71,14 @@ def test_the_table_holds_what_each_jobs_parquet_holds(sweep: Path) -> None:
         assert row["pool_tokens"] == int(row["pool_size"].removesuffix("tok"))
 
 
-def test_the_answer_comes_first(sweep: Path, monkeypatch, capsys) -> None:
+def test_the_answer_comes_first(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
-    assert main(["report", str(sweep), "--sort", "num_preemptions"]) == 0
+    assert main(["report", str(sweep), "--sort", "num_preemptions", "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert re.match(r"Best: .*pool_size=640tok, preemptions 0\b", said)
     assert "Against the last, " in said and "What it costs: a pool of 640 tokens (the smallest tried: 80)" in said
     assert "All 4 jobs gave identical tokens in all 8 rows." in said
-    assert main(["report", str(sweep), "--sort", "num_steps"]) == 0
+    assert main(["report", str(sweep), "--sort", "num_steps", "--to", str(tmp_path)]) == 0
     assert re.search(
         r"steps, pool_size=640tok over 80tok: 0\.\d\d with block_size=4, 0\.\d\d with block_size=16\.",
         capsys.readouterr().out,
