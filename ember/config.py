@@ -12,7 +12,7 @@ from ember.checks import MOST, at_least, boolean, one_of, real, whole
 from ember.errors import ConfigError
 from ember.sampling_params import SamplingParams
 
-ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference")
+ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference", "triton")
 POLICIES = ("prefill_first", "mixed", "static")
 RESERVATIONS = ("none", "max")
 ON_ERROR = ("row", "stop")

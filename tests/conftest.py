@@ -10,12 +10,15 @@ import pytest
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 """Before torch loads: threads that spin beside other processes make a test up to 100 times slower on two cores."""
+os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Before anything imports Triton: its kernels then run on the CPU."""
 
 EXPECTED_SKIPS = (
     "needs a GPU",
     "needs CUDA",
     "needs the network",
     "needs Ray",
+    "needs Triton",
     "needs root",
     "needs the SmolLM2 package",
     "needs the launcher",

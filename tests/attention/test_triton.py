@@ -1,0 +1,114 @@
+"""The Triton kernels in Triton's interpreter, on the CPU, held to plain float64 matrices; and compiled for GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ember.attention.base import make_backend, resolve_attention
+from ember.errors import ConfigError
+from tests.attention.test_backends import SEQUENCES, Case
+
+CPU = torch.device("cpu")
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install '.[triton]'")
+ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 2**-7, torch.int8: 1e-5}
+"""Steps between stored numbers; a float is cut to bfloat16 in the interpreter, where a GPU rounds it."""
+
+
+@needs_triton
+@settings(max_examples=16, deadline=None, derandomize=True)
+@given(
+    lengths=SEQUENCES,
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 5),
+    head_dim=st.sampled_from([3, 8, 40, 64, 80]),
+    block_size=st.sampled_from([1, 7, 8, 16, 40, 64, 1024]),
+    seed=st.integers(0, 2**31),
+    window=st.sampled_from([None, 1, 5, 64, 70]),
+)
+def test_any_batch_matches_plain_matrices(lengths, kv_heads, group, head_dim, block_size, seed, window):
+    """Unused slots and padding are NaN: whatever is read beyond a sequence shows."""
+    case = Case(lengths, kv_heads, group, head_dim, block_size, seed, window=window)
+    out, _ = case.run("triton")
+    torch.testing.assert_close(out.double(), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_every_kind_of_pool_is_written_and_read_as_the_reference_does(dtype, block_size):
+    """A scale of another slot, a key laid out otherwise, or a rounding that is not the pool's own."""
+    case = Case([(0, 70), (90, 1), (5, 3), (0, 1)], 2, 3, 24, block_size)
+    (out, layer), (expected, other) = case.run("triton", dtype), case.run("reference", dtype)
+    slots = torch.cat([case.slots(s, 0, old + new) for s, (old, new) in enumerate(case.lengths)])
+    for mine, its in zip(layer.gather(slots), other.gather(slots), strict=True):
+        torch.testing.assert_close(mine.float(), its.float(), atol=1e-6, rtol=ROUNDING[dtype])
+    torch.testing.assert_close(out, expected, atol=max(3e-5, 4 * ROUNDING[dtype]), rtol=1e-3)
+
+
+@needs_triton
+@pytest.mark.parametrize("window", [None, 150])
+def test_a_long_context_is_shared_out_and_joined(window, monkeypatch):
+    """Splits of which some see nothing: through a window, or of the shorter of two sequences."""
+    monkeypatch.setattr("ember.attention.triton.SPLIT_FROM", 64)
+    case = Case([(400, 1), (9, 1), (130, 1), (3, 2)], 1, 4, 16, 16, window=window)
+    out, _ = case.run("triton")
+    torch.testing.assert_close(out.double(), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+@needs_triton
+@pytest.mark.parametrize("dim", [32, 128, 256])
+def test_bfloat16_goes_in_and_comes_out(dim):
+    """On a GPU all is bfloat16: the output keeps the dtype, and the sums lose no more than its rounding."""
+    case = Case([(0, 6), (3, 1)], 1, 2, dim, 4, scale=dim**-0.5)
+    for stored in (case.q, case.k, case.v):
+        stored[:] = [x.bfloat16() for x in stored]
+    layer = case.empty_layer(torch.bfloat16)
+    layer.write(case.k[1][:3], case.v[1][:3], case.slots(1, 0, 3))
+    attention = make_backend("triton", torch.bfloat16)
+    attention.prepare(case.metadata())
+    out = attention.forward(*(case.packed(x) for x in (case.q, case.k, case.v)), layer, case.scale)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out.double(), case.dense(), atol=0.03, rtol=0.03)
+
+
+def test_what_it_needs_is_said_at_the_start(monkeypatch):
+    """Without a GPU, Triton itself would fail in the middle of the first step."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(ConfigError, match=r"attention=triton: .*not on cpu; use auto"):
+        resolve_attention("triton", CPU, torch.float32)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("ember.attention.base.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"ember-batch\[triton\]"):
+        resolve_attention("triton", CPU, torch.float32)
+
+
+@needs_triton
+def test_the_kernels_compile_for_a_gpu():
+    """The interpreter takes types and names that the compiler refuses; no GPU is needed to compile for one.
+
+    K/V must be copied 8 or 16 bytes at a time, asynchronously: one hint less, and keys are loaded number by number.
+    """
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.attention.compile_triton"],
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    kernels = [line for line in done.stdout.splitlines() if line.startswith(("decode", "prompt"))]
+    assert len(kernels) == 4
+    for line in kernels:
+        assert "mma" in line
+        assert "cp.async" in line
+        assert "ld.global.b16" not in line
+        assert "ld.global.b8" not in line
