@@ -39,7 +39,10 @@ def rows(output: str) -> list[dict]:
 
 
 @pytest.mark.serve
-@pytest.mark.parametrize("sampling", [["sampling.max_tokens=16"], ["sampling=creative", "sampling.n=3", "seed=5"]])
+@pytest.mark.parametrize(
+    "sampling",
+    [["sampling.max_tokens=16"], ["sampling=creative", "sampling.n=3", "sampling.max_tokens=24", "seed=5", "limit=8"]],
+)
 def test_rows_are_those_of_a_local_job(server: RunningServer, sampling: list[str]) -> None:
     """Seeds, sample numbers and stop reasons must survive the way over the wire."""
     words = [f"data={PROMPTS}", "progress=false", *sampling]
@@ -220,6 +223,15 @@ def test_the_key_is_sent_and_kept_nowhere(monkeypatch: pytest.MonkeyPatch, capsy
         assert server.keys == {"Bearer sk-secret"}
     assert not [p for p in Path().rglob("*") if p.is_file() and b"sk-secret" in p.read_bytes()]
     assert "sk-secret" not in "".join(capsys.readouterr())
+
+
+def test_an_output_form_is_sent_as_servers_spell_it() -> None:
+    write_prompts(1)
+    with fake(answer) as (server, url):
+        assert run(url, "data=many.jsonl", "sampling.choice=[a,b]") == 0
+        assert run(url, "data=many.jsonl", "sampling.logprobs=1", output="other") == 3
+    assert [body["structured_outputs"] for body in server.bodies] == [{"choice": ["a", "b"]}]
+    assert "engine=http keeps no log-probabilities" in rows("other")[0]["error"]
 
 
 def test_chats_go_to_the_chat_endpoint() -> None:
