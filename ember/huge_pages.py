@@ -19,8 +19,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
-    begin = -whole.data_ptr() % LARGE
-    memory.madvise(mmap.MADV_HUGEPAGE, begin, size // LARGE * LARGE)  # the rest lies on small pages: none is half empty
+    try:
+        memory = mmap.mmap(-1, size + LARGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+        begin = -whole.data_ptr() % LARGE
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, size // LARGE * LARGE)  # the rest is on small ones: none half empty
+    except OSError:  # a kernel without large pages
+        return torch.zeros(shape, dtype=dtype)
     return whole[begin : begin + size].view(dtype).view(shape)

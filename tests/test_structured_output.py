@@ -121,10 +121,16 @@ def test_an_output_that_is_cut_says_so(llm):
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": r"[^\x00-\U0010FFFF]"}, "no output can match"),
         ({"grammar": "start: nothing"}, "nothing"),
+        ({"json_schema": '{"enum": [1e999]}'}, "expected value"),
+        ({"json_schema": {"minimum": 10**400}}, "out of range"),
+        ({"regex": "\ud800"}, "surrogates"),
     ],
 )
 def test_a_form_that_is_none_is_an_error_row(llm, form, why):
-    """It costs that row, and says why in one line; what llguidance can't do is never passed over."""
+    """It costs that row, and says why in one line; what llguidance can't do is never passed over.
+
+    Numbers beyond JSON's own, which Python reads, ended the whole job.
+    """
     bad, good = llm.generate(["a", "b"], [hot(**form), hot(choice=["ok"])])
     assert (bad.error_kind, bad.text) == ("bad_sampling", "")
     assert why in bad.error and "\n" not in bad.error and next(iter(form)) in bad.error

@@ -77,7 +77,7 @@ class Scheduler:
 
         They share its blocks. Those beyond `max_num_seqs` get back in line, the first of them as leader of the rest.
         """
-        room = self.max_num_seqs - self._num_taken() + len(leader.children)
+        room = max(0, self.max_num_seqs - self._num_taken() + len(leader.children))
         started = leader.children[:room]
         self._put_back(leader.children[room:])
         leader.children = []

@@ -66,7 +66,10 @@ class StructuredOutput:
             raise ConfigError(key, _shown(value), remedy) from None
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(vocabulary, _grammar(key, value), log_level=0)
+        try:
+            matcher = LLMatcher(vocabulary, _grammar(key, value), log_level=0)
+        except (ValueError, RecursionError) as error:  # numbers beyond a float64, lone surrogates, deep nesting
+            raise ConfigError(key, _shown(value), _one_line(str(error))) from None
         if matcher.is_error():
             raise ConfigError(key, _shown(value), _one_line(matcher.get_error()))
         return matcher
