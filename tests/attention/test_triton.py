@@ -16,6 +16,7 @@ from ember.attention.base import make_backend, resolve_attention
 from ember.errors import ConfigError
 from tests.attention.test_backends import SEQUENCES, Case
 
+pytestmark = pytest.mark.triton
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install '.[triton]'")
 ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 2**-7, torch.int8: 1e-5}
@@ -64,19 +65,21 @@ def test_a_long_context_is_shared_out_and_joined(window, monkeypatch):
 
 
 @needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim", [32, 128, 256])
-def test_bfloat16_goes_in_and_comes_out(dim):
-    """On a GPU all is bfloat16: the output keeps the dtype, and the sums lose no more than its rounding."""
-    case = Case([(0, 6), (3, 1)], 1, 2, dim, 4, scale=dim**-0.5)
+def test_half_precision_loses_no_more_than_its_rounding(dim, dtype):
+    """On a GPU all is in 16 bits: the output keeps the dtype, and is the float64 one but for a few roundings."""
+    case = Case([(0, 6), (3, 1), (0, 70)], 1, 2, dim, 4, scale=dim**-0.5)
     for stored in (case.q, case.k, case.v):
-        stored[:] = [x.bfloat16() for x in stored]
-    layer = case.empty_layer(torch.bfloat16)
+        stored[:] = [x.to(dtype) for x in stored]
+    layer = case.empty_layer(dtype)
     layer.write(case.k[1][:3], case.v[1][:3], case.slots(1, 0, 3))
-    attention = make_backend("triton", torch.bfloat16)
+    attention = make_backend("triton", dtype)
     attention.prepare(case.metadata())
     out = attention.forward(*(case.packed(x) for x in (case.q, case.k, case.v)), layer, case.scale)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), case.dense(), atol=0.03, rtol=0.03)
+    assert out.dtype == dtype
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), case.dense(), atol=step, rtol=step)
 
 
 def test_what_it_needs_is_said_at_the_start(monkeypatch):

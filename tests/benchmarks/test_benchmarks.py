@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from ember.model.gpt2_config import GPT2Config
-from tests.benchmarks import workloads
+from tests.benchmarks import gpu, workloads
 from tests.benchmarks.costs import TokenCost, Work
 from tests.benchmarks.machine import Machine, matmul_rate, read_rate
 from tests.benchmarks.models import network_of
@@ -64,6 +66,20 @@ def test_each_prints_a_table_with_a_row_for_each_choice(name, capsys):
     rows = rows_of(capsys.readouterr().out)
     assert len(rows) == ROWS[name], rows
     assert not [row for row in rows if "skipped" in row]
+
+
+@pytest.mark.triton
+def test_the_gpus_benchmark_checks_its_kernels_and_says_that_it_needs_a_gpu(monkeypatch, capsys):
+    """The part of it that runs anywhere: the loads that it makes, and what it takes for wrong."""
+    if find_spec("triton") is None:
+        pytest.skip("needs Triton: pip install '.[triton]'")
+    loads = gpu.Load(2, 20, 1, 4, 2, 16), gpu.Load(1, 20, 7, 2, 1, 16)
+    gpu.check(torch.device("cpu"), loads)
+    assert len(rows_of(capsys.readouterr().out)) == 8
+    assert (loads[1].flops, loads[0].kv_numbers) == (4 * sum(range(14, 21)) * 2 * 16, 2 * 2 * 20 * 2 * 16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a CUDA GPU"):
+        gpu.main([])
 
 
 def test_workloads_are_those_that_were_measured(capsys):
