@@ -164,6 +164,7 @@ class Job:
         self.config, self.llm, self.interrupts = recorder.config, llm, recorder.interrupts
         self._recorder, self._rows = recorder, rows
         self._input_left = True
+        self._given_up = False
         self._live: dict[int, PromptRow] = {}
         self._deadline_s: float | None = None
 
@@ -181,7 +182,7 @@ class Job:
             except Interrupted:
                 break
             self._record(outputs, step)
-        return not self._input_left and not self._live
+        return not self._input_left and not self._live and not self._given_up
 
     def _feed(self) -> None:
         """Keep as many rows in line as may run, so that a place that falls free is taken in the next step."""
@@ -202,7 +203,7 @@ class Job:
         """After the first signal: nothing new starts, what runs has `grace_s` to finish."""
         if self._deadline_s is None:
             self._deadline_s = time.perf_counter() + self.config.grace_s
-            self.llm.abort_waiting()
+            self._given_up = bool(self.llm.abort_waiting())
             print(
                 f"stopping: {self.llm.engine.num_unfinished} running rows have {self.config.grace_s:g} s to finish "
                 "(once more to stop at once)",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -178,6 +180,25 @@ def test_what_waits_is_given_up_and_what_runs_goes_on(steps):
     ]
     assert llm.engine.scheduler.blocks.num_used == 0
     assert len(llm.generate("The sea", SamplingParams(n=2, temperature=1.0, max_tokens=3))[0].outputs) == 2
+
+
+def test_a_job_whose_last_samples_were_given_up_is_not_finished(prompts, tmp_path, monkeypatch):
+    """A signal while the last row's samples run and wait: the row lacks some, and the job said it was finished."""
+    steps = iter(range(1000))
+    step = LLM.step
+
+    def signalled(llm):
+        if next(steps) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(llm)
+
+    prompts.write_text('{"prompt": "The whale"}\n')
+    with monkeypatch.context() as patched:
+        patched.setattr(LLM, "step", signalled)
+        summary = run_job(job(prompts, tmp_path / "out", max_num_seqs=2))
+    assert (summary.exit_code, summary.num_rows_done, sorted(rows_of(tmp_path / "out"))) == (143, 0, [(0, 0), (0, 1)])
+    assert run_job(job(prompts, tmp_path / "out")).exit_code == 0
+    assert sorted(rows_of(tmp_path / "out")) == [(0, i) for i in range(4)]
 
 
 def test_a_search_whose_beams_wait_is_given_up_whole():
