@@ -10,7 +10,9 @@ from ember.config import JobConfig
 from ember.core.random_stream import row_seed
 from ember.core.sequence import FinishReason
 from ember.data.output import CompletionOutput, RequestOutput
+from ember.data.prompt import MAX_TOKEN_ID
 from ember.data.reader import PromptRow
+from ember.data.text import encodable, is_encodable
 from ember.errors import RequestError
 from ember.model.conversation import Conversation
 from ember.output_form import output_form
@@ -93,13 +95,13 @@ def fill(output: RequestOutput, answer: dict[str, Any], samples: list[int]) -> N
     """
     found = answer.get("choices")
     choices = found if isinstance(found, list) else []
-    by_index = {choice.get("index"): choice for choice in choices if isinstance(choice, dict)}
+    by_index = {_count(choice.get("index")): choice for choice in choices if isinstance(choice, dict)}
     lacking = [i for i in samples if i not in by_index]
     if lacking:
         raise RequestError("bad_answer", f"the server's answer lacks choice {lacking[0]} of {output.num_samples}")
     output.outputs = [_sample(i, by_index[i]) for i in samples]
     ids = by_index[samples[0]].get("prompt_token_ids") or answer.get("prompt_token_ids")
-    output.prompt_token_ids = ids if isinstance(ids, list) else []
+    output.prompt_token_ids = _token_ids(ids)
     usage = answer.get("usage")
     if isinstance(usage, dict):
         output.counted_tokens = _count(usage.get("prompt_tokens"))
@@ -111,7 +113,7 @@ def _sample(index: int, choice: dict[str, Any]) -> CompletionOutput:
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
     ids, said = choice.get("token_ids"), choice.get("finish_reason")
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not is_encodable(text):
         raise RequestError("bad_answer", "a choice of the server's answer has no text")
     reason = _REASONS.get(said) if isinstance(said, str) else None
     if reason is None:
@@ -120,14 +122,25 @@ def _sample(index: int, choice: dict[str, Any]) -> CompletionOutput:
     return CompletionOutput(
         index,
         text=text,
-        token_ids=ids if isinstance(ids, list) else [],
+        token_ids=_token_ids(ids),
         finish_reason=reason,
-        stop_reason=stop if isinstance(stop, (int, str)) else None,
+        stop_reason=encodable(stop) if isinstance(stop, str) else _count(stop),
     )
 
 
+def _token_ids(value: Any) -> list[int]:
+    """Ids as the output's columns hold them; none where a server names none."""
+    if not isinstance(value, list):
+        return []
+    if any(_count(item) is None for item in value):
+        raise RequestError("bad_answer", "the server's answer has token ids that are none")
+    return value
+
+
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A whole number that the output's columns hold; None for anything else."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and 0 <= value <= MAX_TOKEN_ID else None
 
 
 def _values(params: SamplingParams) -> dict[str, Any]:

@@ -163,6 +163,22 @@ def test_passing_failures_are_tried_again() -> None:
     assert {(row["num_prompt_tokens"], row["num_output_tokens"]) for row in rows("out")} == {(3, 7)}
 
 
+def hostile(**odd):
+    """An answer with one value that no output has a place for."""
+    choice = {"index": 0, "text": "x", "finish_reason": "stop", **odd}
+    return 200, {}, json.dumps({"choices": [choice], "usage": {"prompt_tokens": 2**40}}).encode()
+
+
+def test_what_a_server_says_beside_the_text_is_kept_if_it_can_be() -> None:
+    """A count beyond an int32, or a stop reason that is no text, ended the whole job."""
+    write_prompts(2)
+    with fake(lambda body: hostile(stop_reason="\ud800")) as (_, url):
+        assert run(url, "data=many.jsonl") == 0
+    assert [(row["completion"], row["stop_reason"], row["num_prompt_tokens"]) for row in rows("out")] == [
+        ("x", "\\ud800", 0)
+    ] * 2
+
+
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
@@ -172,6 +188,11 @@ def test_passing_failures_are_tried_again() -> None:
         ((200, {}, b'{"choices": []}'), "bad_answer: "),
         ((200, {}, b'{"choices": [{"index": 0, "finish_reason": "stop"}]}'), "bad_answer: "),
         ((200, {}, b'{"choices": [{"index": 0, "text": "x", "finish_reason": "content_filter"}]}'), "bad_answer: "),
+        (hostile(index=[]), "bad_answer: "),
+        (hostile(text="\ud800"), "bad_answer: "),
+        (hostile(token_ids=["a", None]), "bad_answer: "),
+        (hostile(token_ids=[2**70]), "bad_answer: "),
+        (hostile(prompt_token_ids=[-1]), "bad_answer: "),
     ],
 )
 def test_a_row_that_the_server_cannot_answer_costs_that_row(reply, said: str) -> None:
