@@ -9,6 +9,8 @@ from ember.errors import ConfigError
 
 MOST = 2**63 - 1
 """The largest whole number anywhere: what a 64-bit integer holds."""
+MAX_DEPTH = 200
+"""Deepest nesting of a JSON value that is read: fixed, so that the caller's own stack depth never decides."""
 
 
 def whole(key: str, value: Any, allowed: str, *, low: int = 0, high: int = MOST) -> int:
@@ -97,3 +99,17 @@ def token_ids(key: str, value: Any) -> list[int]:
     if not isinstance(value, (list, tuple)):
         raise ConfigError(key, value, "must be a list of token ids")
     return [whole(key, token, "must be a list of token ids (whole numbers >= 0)") for token in value]
+
+
+def too_deep(value: Any) -> bool:
+    """Whether a JSON value is nested more than `MAX_DEPTH` deep; found without recursion."""
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [child for parent in level if isinstance(parent, (dict, list)) for child in _children(parent)]
+        if not level:
+            return False
+    return True
+
+
+def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value

@@ -15,9 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-MAX_DEPTH = 200
-"""Deepest nesting of a JSON value that is read: fixed, so that the caller's own stack depth never decides."""
-
+from ember.checks import MAX_DEPTH, too_deep
 
 _USER_INFO = re.compile(r"(?<=://)[^/\s]*@")
 _WEB_QUERY = re.compile(r"(https?://[^?#]*)[?#].*", re.DOTALL)
@@ -103,22 +101,9 @@ def parse_json(text: str) -> Any:
         raise RowError(f"JSON is nested more than {MAX_DEPTH} deep") from None
     except ValueError:
         raise RowError("a whole number has more digits than can be read (4300)") from None
-    if text.count("[") + text.count("{") > MAX_DEPTH and _too_deep(value):
+    if text.count("[") + text.count("{") > MAX_DEPTH and too_deep(value):
         raise RowError(f"JSON is nested more than {MAX_DEPTH} deep")
     return value
-
-
-def _too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        level = [child for parent in level if isinstance(parent, (dict, list)) for child in _children(parent)]
-        if not level:
-            return False
-    return True
-
-
-def _children(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _json_form(value: Any) -> Any:

@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from ember.checks import MAX_DEPTH, too_deep
 from ember.errors import UserError
 from ember.model.json_file import show
 
@@ -39,6 +40,8 @@ class Conversation:
             raise UserError(f"{name} is {_kind(value)}, not a list of messages")
         if not value:
             raise UserError(f"{name} is an empty list: there is nothing to answer")
+        if too_deep([*value]):
+            raise UserError(f"{name} is nested more than {MAX_DEPTH} deep")
         messages = tuple(_message(item, f"{name}[{i}]") for i, item in enumerate(value))
         try:
             json.dumps(messages, ensure_ascii=False, allow_nan=False).encode()

@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ember.checks import MAX_DEPTH, too_deep
 from ember.serving.errors import ApiError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ async def read_object(request: Request, *, max_bytes: int, timeout_s: float) -> 
     Raises:
         ApiError: it is of another type (415), too large (413), too slow (408), or no JSON object (400).
     """
+    from starlette.requests import ClientDisconnect
+
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":  # a foreign web page may send other types without asking, JSON it may not
         raise ApiError(415, "the body must have the header Content-Type: application/json")
@@ -28,6 +31,8 @@ async def read_object(request: Request, *, max_bytes: int, timeout_s: float) -> 
             return parse_object(await _read(request, max_bytes))
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {timeout_s:g} s") from None
+    except ClientDisconnect:  # nobody hears this
+        raise ApiError(400, "the client went away before its body had arrived") from None
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -41,6 +46,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, f"the body is not valid JSON: {why}", code="invalid_json") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and too_deep(value):
+        raise ApiError(400, f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
     if not isinstance(value, dict):
         raise ApiError(400, f"the body must be a JSON object, not {type(value).__name__}", code="invalid_json")
     return value

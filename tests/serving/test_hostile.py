@@ -59,6 +59,7 @@ BODIES = {
     "not UTF-8": b'{"prompt": "\xff\xfe"}',
     "NaN": b'{"prompt": "x", "temperature": NaN}',
     "deep": b'{"prompt": ' + b"[" * 500_000 + b"]" * 500_000 + b"}",
+    "too deep for what comes after": b'{"prompt": "x", "metadata": ' + b"[" * 250 + b"]" * 250 + b"}",
     "a huge number": b'{"prompt": "x", "seed": ' + b"9" * 10_000 + b"}",
     "no prompt": b"{}",
     "null prompt": b'{"prompt": null}',
@@ -130,6 +131,15 @@ def test_a_body_that_lies_about_its_size(server: RunningServer) -> None:
     with connect(server) as client:
         client.sendall(f"{head}Content-Length: {10**15}\r\n\r\n".encode())
         assert b" 413 " in client.recv(100)
+
+
+def test_a_client_that_leaves_within_its_body(server: RunningServer) -> None:
+    """A traceback in the server's log for each (the fixture looks for one at the end)."""
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+    with connect(server) as client:
+        client.sendall(f'{head}{{"pro'.encode())
+        time.sleep(0.2)
+    assert post(server, b'{"prompt": "x", "max_tokens": 1}')[0] == 200
 
 
 def test_a_client_that_leaves_frees_its_blocks(server: RunningServer) -> None:
