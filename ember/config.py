@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from ember.checks import MOST, at_least, boolean, one_of, real, whole
+from ember.checks import MOST, at_least, boolean, one_of, real, too_deep, whole
 from ember.errors import ConfigError
 from ember.sampling_params import SamplingParams
 
@@ -140,6 +141,7 @@ class EngineConfig:
                 "prefill_share", self.prefill_share, "only scheduler=mixed computes prompts beside decodes"
             )
         self.seed = whole("seed", self.seed, "must be a whole number in 0 .. 2^63-1")
+        _check_chat_kwargs(self.chat_template_kwargs)
         _check_chat_date(self.chat_date)
 
 
@@ -270,6 +272,21 @@ def _data(value: Any) -> list[str]:
     if STDIN in items and len(items) > 1:
         raise ConfigError("data", STDIN, "stdin stands alone, not in a list (a file called - is ./-)")
     return list(items)
+
+
+def _check_chat_kwargs(kwargs: Any) -> None:
+    """A template gets them as JSON; YAML has more, as dates without quotes."""
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs) or not _is_json(kwargs):
+        allowed = "must map names of a template's variables to values that JSON has (text, numbers, true, lists, ...)"
+        raise ConfigError("chat_template_kwargs", kwargs, allowed)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return not too_deep(value)
 
 
 def _check_chat_date(date: str | None) -> None:

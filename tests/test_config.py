@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 
 import pytest
 
@@ -62,3 +63,10 @@ def test_off_in_a_job_file_is_off(value: object) -> None:
 def test_ngram_lengths_are_a_range() -> None:
     with pytest.raises(ConfigError, match="ngram_min=5: must be at most ngram_max=4"):
         EngineConfig(ngram_min=5)
+
+
+@pytest.mark.parametrize("value", [None, 5, ["a"], {1: 2}, {"a": datetime.date(2024, 7, 26)}, {"a": float("nan")}])
+def test_chat_template_kwargs_are_json(value: object) -> None:
+    """YAML makes a date of `date_string: 2024-07-26`: a traceback at the first row."""
+    with pytest.raises(ConfigError, match="chat_template_kwargs="):
+        EngineConfig(chat_template_kwargs=value)  # type: ignore[arg-type]

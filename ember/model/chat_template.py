@@ -40,6 +40,9 @@ class ChatTemplate:
     Attributes:
         digest: the source's SHA-256.
         stop_ids: the tokenizer's own EOS, which ends an answer whatever the network's settings say.
+
+    Raises:
+        UserError: the source is no text.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class ChatTemplate:
         kwargs: Mapping[str, Any] | None = None,
         now: str | None = None,
     ) -> None:
+        try:
+            self.digest = hashlib.sha256(source.encode()).hexdigest()
+        except UnicodeEncodeError:
+            raise UserError("the chat template is not UTF-8 text") from None
         self.source = source
-        self.digest = hashlib.sha256(source.encode()).hexdigest()
         self._tokenizer = tokenizer
         self._marks = ContentMarks(tokenizer.special)
         self._variables = {"tools": None, "documents": None, **settings.named, **(kwargs or {})}

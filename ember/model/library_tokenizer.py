@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ember.errors import UserError
@@ -43,7 +44,8 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, data: Mapping[str, Any], settings: TokenizerSettings, source: str) -> None:
         _check(data, source)
         self._run = _load(data, source)
-        _add_missing(self._run, settings, source)
+        with _failing_as(f"{source}: the tokenizers library can't add its special tokens"):
+            _add_missing(self._run, settings, source)
         added = self._run.get_added_tokens_decoder()
         if odd := next((token.content for token in added.values() if token.special and token.single_word), None):
             raise UserError(f"{source}: the special token {show(odd)} has single_word, which is not supported")
@@ -59,7 +61,8 @@ class LibraryTokenizer(Tokenizer):
         }
         self._missing = _missing_bytes(data, vocab, style, source)
         self._bytes_per_token = _most_bytes(data, [*self._bytes.values(), *(t.encode() for t in self.special)], added)
-        self._before, self._after = _surroundings(self._run, settings, source)
+        with _failing_as(f"{source}: the tokenizers library can't run it"):
+            self._before, self._after = _surroundings(self._run, settings, source)
         self._sentinels = _add_sentinels(self._run, {i: t for i, t in added.items() if t.special})
         self._sentinel_ids = {self._run.token_to_id(text) for text in self._sentinels.values()}
         self._run.encode_special_tokens = True
@@ -75,12 +78,8 @@ class LibraryTokenizer(Tokenizer):
                 self._check(part)
         text = "".join(part if isinstance(part, str) else self._sentinels[part] for part in parts)
         wanted = iter([part for part in parts if isinstance(part, int)])
-        try:
+        with _failing_as("the text can't be tokenised"):
             ids = self._run.encode(text, add_special_tokens=False).ids
-        except BaseException as error:  # a panic in the library's Rust is no Exception, and would end the job
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                raise UserError(f"the text can't be tokenised: {' '.join(str(error).split())[:160]}") from None
-            raise
         return [next(wanted) if token_id in self._sentinel_ids else token_id for token_id in ids]
 
     def split_special(self, text: str) -> list[str | int]:
@@ -129,15 +128,29 @@ class _Style:
         return [token_id for token, token_id in vocab.items() if _BYTE_TOKEN.fullmatch(token)]
 
 
+@contextmanager
+def _failing_as(what: str) -> Iterator[None]:
+    """Whatever the library makes of a stranger's file or text is one line.
+
+    A panic in its Rust is no Exception, and would end the job.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise UserError(f"{what}: {one_line(error)}") from None
+        raise
+
+
 def _load(data: Mapping[str, Any], source: str) -> Any:
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
         raise UserError(f"{source}: needs the package tokenizers to read it; pip install 'ember-batch[hf]'") from None
-    try:
+    with _failing_as(f"{source}: the tokenizers library can't read it"):
         library = Library.from_str(json.dumps(data))
-    except Exception as error:
-        raise UserError(f"{source}: the tokenizers library can't read it ({one_line(error)})") from None
     library.no_truncation()
     library.no_padding()
     return library
@@ -209,23 +222,23 @@ def _missing_bytes(data: Mapping[str, Any], vocab: Mapping[str, int], style: _St
 def _most_bytes(data: Mapping[str, Any], pieces: list[bytes], added: Mapping[int, Any]) -> int | None:
     """The most bytes of a text that one token can spell; None where there is no such number."""
     steps = _steps(data.get("normalizer"), "normalizers")
-    kinds = [str(step["type"]) for step in steps]
+    kinds = [str(step.get("type")) for step in steps]
     fuses = data["model"].get("fuse_unk") and not data["model"].get("byte_fallback")
     trims = any(token.lstrip or token.rstrip for token in added.values())
-    replaces = any(step.get("content") != _SPACE for step in steps if step["type"] == "Replace")
+    replaces = any(step.get("content") != _SPACE for step in steps if step.get("type") == "Replace")
     if fuses or trims or replaces or not set(kinds) <= _GROWING.keys():
         return None
     cuts = _steps(data.get("pre_tokenizer"), "pretokenizers")
-    if any(step["type"] not in _KEEPING or step.get("behavior") == "Removed" for step in cuts):
+    if any(step.get("type") not in _KEEPING or step.get("behavior") == "Removed" for step in cuts):
         return None
     return max(map(len, (*pieces, b"."))) * max((_GROWING[kind] for kind in kinds), default=1)
 
 
 def _steps(part: Any, name: str) -> list[Any]:
-    """The steps of a part of a tokenizer.json, which may be one, several or none."""
+    """The steps of a part of a tokenizer.json: one, several or none. The library knows some without a type."""
     if part is None:
         return []
-    return list(part[name]) if part["type"] == "Sequence" else [part]
+    return list(part[name]) if name in part else [part]
 
 
 def _surroundings(library: Any, settings: TokenizerSettings, source: str) -> tuple[list[int], list[int]]:

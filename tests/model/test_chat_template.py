@@ -139,6 +139,12 @@ def test_hostile_and_broken_templates_cost_their_row(source: str, says: str) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_template_that_is_no_text() -> None:
+    """Bytes of a GGUF file, or an escape in JSON, that no UTF-8 can spell: a traceback."""
+    with pytest.raises(UserError, match="not UTF-8"):
+        render("a\udcff")
+
+
 def test_a_template_that_never_ends_is_ended() -> None:
     """Two nested loops of the sandbox's longest range are hours, and the next row found a dead process."""
     source = "{% if slow %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
@@ -201,6 +207,7 @@ def test_continuing_what_the_template_drops() -> None:
             r"content\[0\] is of type \"image_url\"",
         ),
         ([{"role": "user", "content": "\ud800"}], "lone surrogate"),
+        ('[{"role": "user", "content": "a", "x": ' + "[" * 600 + "]" * 600 + "}]", "nested more than 200 deep"),
     ],
 )
 def test_messages_of_another_shape(value, says: str) -> None:

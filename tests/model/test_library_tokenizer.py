@@ -161,6 +161,8 @@ def test_bos_of_the_settings_goes_before_the_files(tmp_path: Path) -> None:
         ({"decoder": None}, "decoder"),
         ({"model": 5}, "model must be an object"),
         ({"normalizer": {"type": "Nonsense"}}, "can't read it"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "AAAA"}}, "can't read it"),
+        ({"model": {"type": "WordLevel", "vocab": {"b": 0}, "unk_token": "?"}}, "can't run it"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, change: dict, says: str) -> None:
@@ -169,6 +171,19 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, change: dict, 
     with pytest.raises(UserError, match=says) as caught:
         load_tokenizer(tmp_path)
     assert "\n" not in str(caught.value) and "tokenizer.json" in str(caught.value)
+
+
+def test_a_normalizer_that_the_library_knows_by_its_keys() -> None:
+    """Without a type it was read, and then not found."""
+    data = json.loads(tokenizer_json("llama2")) | {"normalizer": {"prepend": "\u2581"}}
+    assert LibraryTokenizer(data, TokenizerSettings(), "tokenizer.json").min_tokens("a" * 99) == 0
+
+
+def test_special_tokens_that_are_no_text() -> None:
+    """A lone surrogate in tokenizer_config.json: a traceback."""
+    data = json.loads(tokenizer_json("llama2"))
+    with pytest.raises(UserError, match=r"tokenizer.json: .*special tokens"):
+        LibraryTokenizer(data, TokenizerSettings(named={"bos_token": "\udcff"}), "tokenizer.json")
 
 
 def test_random_ids_are_refused(tmp_path: Path) -> None:
