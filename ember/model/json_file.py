@@ -42,6 +42,6 @@ def show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an exception says, on one line of at most 160 characters."""
     return " ".join(str(error).split())[:160]
