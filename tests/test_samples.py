@@ -13,6 +13,7 @@ import pytest
 from ember import LLM, SamplingParams
 from ember.config import JobConfig
 from ember.data.export import export
+from ember.errors import UserError
 from ember.job import run_job
 from ember.runners.shared_engine import SharedEngine
 from tests.fakes import POLICIES
@@ -152,6 +153,8 @@ def test_an_export_has_all_samples_in_order(prompts, tmp_path):
     assert list(zip(table["row_index"].to_pylist(), table["sample_index"].to_pylist(), strict=True)) == KEYS
     export(str(tmp_path / "out"), str(tmp_path / "all.jsonl"), form="openai_batch")
     assert len((tmp_path / "all.jsonl").read_text().splitlines()) == 4
+    with pytest.raises(UserError, match="samples of a row may lie apart"):
+        export(str(tmp_path / "out"), str(tmp_path / "torn.jsonl"), form="openai_batch", order="as_written")
     without(parts(tmp_path / "out")[-1], *KEYS)
     done = export(str(tmp_path / "out"), str(tmp_path / "some.parquet"), partial=True)
     assert done.num_missing >= 1

@@ -61,6 +61,8 @@ def export(
             f"{output} is incomplete: {missing:,} of {parts.num_expected:,} rows are missing; run the job to its end, "
             "or export what there is with --partial"
         )
+    if order == "as_written" and spelled == "openai_batch" and not parts.whole_rows:
+        raise UserError("--order as_written: the samples of a row may lie apart, and openai_batch has them in one line")
     tables = parts.in_order() if order == "input" else parts.as_written()
 
     def write(file: BinaryIO) -> None:
@@ -80,6 +82,7 @@ class CompletionParts:
         schema: of the rows.
         num_rows: rows that there are, one a sample.
         num_expected: input rows that the finished job has.
+        whole_rows: whether all samples of a row stand together in the parts.
         facts: of the manifest.
 
     Args:
@@ -97,10 +100,13 @@ class CompletionParts:
         self._range_rows = range_rows
         self._ranges: dict[str, list[int]] = {}
         self.num_rows = 0
+        self.whole_rows = True
         for name, keys in read_parts(self._folder, self._form):
             self._done.add(keys, f"{self._folder.shown}/{name}")
             self._ranges[name] = pc.unique(pc.divide(keys["row_index"], range_rows)).to_pylist()
             self.num_rows += len(keys)
+            apart = not self._form.whole_rows and bool(pc.any(pc.greater(keys["num_samples"], 1)).as_py())
+            self.whole_rows = self.whole_rows and not apart
 
     @staticmethod
     def open(output: str) -> CompletionParts:
