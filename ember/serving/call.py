@@ -22,6 +22,8 @@ CHAT_DEFAULTS = SamplingParams(temperature=1.0, max_tokens=None)
 """OpenAI's, not those of a job."""
 MAX_STOPS, MAX_STOP_CHARS, MAX_LOGPROBS, MAX_BAD_WORDS = 16, 256, 20, 256
 MAX_FORM_CHARS = 65_536
+MAX_MESSAGES = 16_384
+"""Each costs the template its time, also where it has no text."""
 _OWN = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids", "user")
 _OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt")
 
@@ -75,6 +77,8 @@ class Call:
             conversation = Conversation.of(given.get("messages"))
         except UserError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+        if len(conversation.messages) > MAX_MESSAGES:
+            raise _wrong("messages", f"may hold {MAX_MESSAGES} at most")
         _check_continuing(given, conversation)
         if not isinstance(given.get("logprobs", False), bool):
             raise _wrong("logprobs", "must be true or false for a chat; top_logprobs is the number")

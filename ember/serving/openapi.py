@@ -7,7 +7,7 @@ from typing import Any
 import ember
 from ember.checks import MOST
 from ember.entrypoints.plan import EnginePlan
-from ember.serving.call import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOPS
+from ember.serving.call import MAX_LOGPROBS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS
 from ember.serving.settings import ServerConfig
 
 Schema = dict[str, Any]
@@ -68,6 +68,7 @@ def _chat(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
         "type": "array",
         "items": message,
         "minItems": 1,
+        "maxItems": MAX_MESSAGES,
         "description": "or of role assistant, tool, developer",
     }
     return {"messages": messages, **_common(config, plan, model), "logprobs": _flag()}

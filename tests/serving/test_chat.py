@@ -95,6 +95,7 @@ def test_the_assistants_last_message_is_continued(client, model) -> None:
         ([{"role": "pirate", "content": "x"}], r"messages\[0\].role"),
         ([{"role": "user"}], r"messages\[0\].content is missing"),
         ([{"role": "user", "content": "word " * 1000}], "max_model_len"),
+        ([{"role": "user", "content": ""}] * 20_000, "messages may hold 16384 at most"),
     ],
 )
 def test_wrong_messages_are_a_400(client, model, messages, said) -> None:
