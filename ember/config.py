@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -231,13 +233,7 @@ class JobConfig(EngineConfig):
         self.data = _data(self.data)
         if self.sampling.seed is not None:
             raise ConfigError("sampling.seed", self.sampling.seed, "set the job's `seed` instead (or a seed a row)")
-        if self.template is not None:
-            self.template = unescape(self.template)
-        if self.system is not None:
-            self.system = unescape(self.system)
-        for key in ("stop", "bad_words", "choice"):
-            texts = getattr(self.sampling, key)
-            setattr(self.sampling, key, None if texts is None else [unescape(text) for text in texts])
+        self._respell(unescape)
         _whole_numbers(self, _JOB_NUMBERS)
         for key in (*_TEXTS, *_CHAT_TEXTS):
             if getattr(self, key) == "":
@@ -258,6 +254,20 @@ class JobConfig(EngineConfig):
         self.grace_s = real("grace_s", self.grace_s, "must be a number of seconds >= 0")
         _check_runner(self)
         _check_engine(self)
+
+    def as_typed(self) -> JobConfig:
+        """A copy whose texts are spelt as `unescape` reads them, to be read again."""
+        typed = copy.deepcopy(self)
+        typed._respell(lambda text: text.replace("\\", "\\\\"))
+        return typed
+
+    def _respell(self, spell: Callable[[str], str]) -> None:
+        for key in ("template", "system"):
+            text = getattr(self, key)
+            setattr(self, key, None if text is None else spell(text))
+        for key in ("stop", "bad_words", "choice"):
+            texts = getattr(self.sampling, key)
+            setattr(self.sampling, key, None if texts is None else [spell(text) for text in texts])
 
 
 def unescape(text: str) -> str:

@@ -20,8 +20,10 @@ import yaml
 
 import ember.launch.plugins
 import ember.launch.start
-from ember.config import JobConfig
+from ember.config import JobConfig, ModelConfig
 from ember.data import store as store_module
+from ember.data.folder import CONFIG_HEADER
+from ember.data.settings_file import settings_text
 from ember.data.store import LocalStore, Write, cant_write
 from ember.entrypoints.cli import main as cli
 from ember.errors import UserError
@@ -29,6 +31,7 @@ from ember.launch.keys import NO_BASE
 from ember.launch.outcome import Outcome, worst
 from ember.launch.places import MAX_NAME, folder_name, results_folder
 from ember.run import main
+from ember.sampling_params import SamplingParams
 
 FAST = ["data=prompts.jsonl", "sampling.max_tokens=2", "progress=false"]
 ROOT = Path(__file__).resolve().parent.parent
@@ -554,6 +557,26 @@ def test_free_mappings_are_open(job_folder: Path, monkeypatch: pytest.MonkeyPatc
     assert main([*FAST, "sampling_columns.top_p=p"]) == 0
     assert main([*FAST, "sampling_columns={top_p: p}"]) == 0
     assert [config.sampling_columns for config in seen] == [{"top_p": "p"}] * 2
+
+
+@pytest.mark.parametrize("text", ["a\\nb", "\\", "a\n", "${seed}", "\\${seed} {{", "\\\\${{x}}", "é 'q' \"q\""])
+def test_a_job_goes_on_with_the_texts_that_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Saved texts that lost a backslash, or took another setting's value, when read again: refused as another job."""
+    config = JobConfig(data="x.jsonl", sampling=SamplingParams(json_schema={"enum": [text]}))
+    config.template = config.system = text
+    config.sampling.stop = config.sampling.bad_words = [text]
+    (tmp_path / "config.yaml").write_text(CONFIG_HEADER + settings_text(config), encoding="utf-8")
+    seen = stub_job(monkeypatch, lambda config: 0)
+    assert main([f"resume={tmp_path}"]) == 0
+    assert (seen[0].template, seen[0].system, seen[0].sampling) == (text, text, config.sampling)
+
+
+def test_a_job_on_a_gguf_file_goes_on_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path that was kept relative, as if it were a Hub repo."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.gguf").touch()
+    kept = yaml.safe_load(settings_text(JobConfig(data="x.jsonl", model=ModelConfig(path="x.gguf"))))
+    assert kept["model"]["path"] == str(tmp_path / "x.gguf")
 
 
 def test_stop_strings_are_unescaped_once(job_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

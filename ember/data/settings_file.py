@@ -20,12 +20,12 @@ ONE_ATTEMPT = ("resume", "force", "verify", "retry_errors", "dry_run", "plan", "
 
 def settings_text(config: JobConfig) -> str:
     """The settings as YAML, paths made absolute, so that the job can go on from any directory."""
-    kept = {key: value for key, value in asdict(config).items() if key not in ONE_ATTEMPT}
+    kept = {key: value for key, value in asdict(config.as_typed()).items() if key not in ONE_ATTEMPT}
     kept["data"] = [without_credentials(_absolute(item)) for item in config.data]
     kept["output"] = None if config.output is None else _absolute(config.output)
     kept["chat_template"] = None if config.chat_template is None else _absolute(config.chat_template)
     path = config.model.path
-    if path is not None and Path(path).expanduser().is_dir():
+    if path is not None and Path(path).expanduser().exists():  # a folder or a GGUF file, not a Hub repo
         kept["model"]["path"] = _absolute(path)
     return str(yaml.safe_dump(kept, sort_keys=False, allow_unicode=True))
 

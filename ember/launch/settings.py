@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
@@ -45,15 +46,24 @@ def _resumed(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """The settings saved in the output that `resume` names, with what was typed now on top."""
     from ember.data.settings_file import load_settings  # brings pyarrow, which a mistake or --help need not wait for
 
-    saved = OmegaConf.merge(OmegaConf.structured(JobConfig), load_settings(cfg.resume))
+    saved = OmegaConf.merge(OmegaConf.structured(JobConfig), _literal(load_settings(cfg.resume)))
     assert isinstance(saved, DictConfig)
     for override in overrides:
         key = override_key(override)
         if key in ("resume", "output") or key.startswith("hydra"):
             continue
-        OmegaConf.update(saved, key, OmegaConf.select(cfg, key), merge=False)
+        OmegaConf.update(saved, key, _literal(OmegaConf.select(cfg, key)), merge=False)
     saved.output = cfg.resume
     return saved
+
+
+def _literal(value: Any) -> Any:
+    """Values whose every `${` is plain text, as OmegaConf has it: it would take another setting's value."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def as_typed(overrides: Any) -> list[str]:
