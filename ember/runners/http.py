@@ -63,9 +63,9 @@ class HttpJob:
             self._asked.add(asyncio.create_task(_answered(requests, row)))
 
     async def _take(self) -> None:
-        """Wait a little for answers, and record those that have come."""
+        """Wait a little for answers, and record those that have come: all, also if one of them ends the job."""
         done, self._asked = await asyncio.wait(self._asked, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
+        for task in sorted(done, key=lambda task: task.exception() is not None):
             row, output = task.result()
             self._recorder.write(row, output)
             self._recorder.steps(0, [], sum(sample.num_tokens for sample in output.outputs))
