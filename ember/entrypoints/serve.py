@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ember.serving.settings import ServerConfig
 
 CLEAN, MISTAKE = 0, 2
+SWITCH_S = 0.0001
+"""After this the event loop gives Python's lock to the engine's thread, which asks for it after every kernel."""
 HELP = """\
 ember serve [KEY=VALUE ...]      (or: ember-serve [--KEY VALUE ...])
 
@@ -56,6 +58,7 @@ def serve(words: Sequence[str]) -> int:
 
 async def _serve(config: ServerConfig) -> int:
     sleep_when_idle()
+    sys.setswitchinterval(SWITCH_S)
     from ember.entrypoints.api_server import ApiServer
     from ember.entrypoints.async_engine import AsyncEngine
     from ember.entrypoints.llm import LLM
