@@ -290,6 +290,27 @@ def test_an_exception_in_the_middle_leaves_the_llm_usable(llm, monkeypatch):
     assert one(llm).token_ids == GREEDY[:8]
 
 
+@pytest.mark.parametrize("calls", [2, 14])
+def test_an_exception_among_the_tokens_leaves_the_llm_usable(llm, monkeypatch, calls):
+    """What had ended in that step was given up a second time: a KeyError, and an LLM that was broken for good."""
+    push, left = llm._outputs.push, [None] * calls
+
+    def failing(request_id, token):
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()
+        return push(request_id, token)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._outputs, "push", failing)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPT] * 12, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert llm.engine.num_unfinished == 0
+    llm.engine.scheduler.blocks.check_integrity()
+    assert llm.engine.scheduler.blocks.num_used == 0
+    assert one(llm).token_ids == GREEDY[:8]
+
+
 def test_a_mistake_while_adding_leaves_the_llm_usable(llm):
     """Something that is no SamplingParams among the parameters: an exception, and nothing left in line."""
     with pytest.raises(UserError, match="sampling_params"):

@@ -76,6 +76,11 @@ class Engine:
         self.scheduler.finish(sequence)
         return sequence
 
+    def abort_all(self) -> None:
+        """Take all requests out."""
+        for request_id in list(self._sequences):
+            self.abort(request_id)
+
     def step(self, on_token: OnToken | None = None) -> StepOutput:
         """Schedule, compute, sample; finished sequences leave and free their blocks."""
         begin = perf_counter()
@@ -216,9 +221,8 @@ class Engine:
     def _stats(self, plan: SchedulerOutput) -> StepStats:
         """Count the step while its sequences still hold their blocks."""
         blocks, running = self.scheduler.blocks, self.scheduler.running
-        counts = {
-            s.request_id: s.num_computed_tokens for s in (*running, *self.scheduler.held) if s.num_computed_tokens
-        }
+        holders = [s for s in (*running, *self.scheduler.held) if s.num_computed_tokens]
+        counts = {s.request_id: s.num_computed_tokens for s in holders}
         counts.update((s.sequence.request_id, s.start + s.num_new_tokens) for s in plan.scheduled)
         live = blocks.live_tokens(counts)
         stats = StepStats(

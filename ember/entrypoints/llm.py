@@ -260,10 +260,12 @@ class LLM:
         return lost
 
     def abort_all(self) -> set[int]:
-        """Give up all requests; returns their ids."""
+        """Give up all requests, also what is left of a step that an exception broke off; returns their ids."""
         requests = set(self._live)
-        for request_id in requests:
-            self.abort(request_id)
+        self.engine.abort_all()
+        for sequence_id in (i for live in self._live.values() for i in live.sequence_ids.values()):
+            self._outputs.discard(sequence_id)
+        self._live.clear()
         return requests
 
     def reset_prefix_cache(self) -> None:
