@@ -167,6 +167,25 @@ def test_a_bug_in_a_step_fails_its_requests_and_no_later_one(llm: LLM, monkeypat
     with_engine(llm, use)
 
 
+def test_a_bug_after_a_sequence_of_the_step_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was gone from the engine and live outside of it: giving up the rest ended the thread, and blocks stayed."""
+    push = llm._outputs.push
+
+    def fail_at_the_second(request_id: int, token_id: int) -> str | None:
+        return push(request_id, token_id) if request_id % 2 == first % 2 else str(1 / 0)
+
+    async def use(engine: AsyncEngine) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm._outputs, "push", fail_at_the_second)
+            broken = await engine.submit(requests(PROMPTS[:2], max_tokens=1), stream=False).outputs()
+        assert [output.error_kind for output in broken] == ["internal_error"] * 2
+        assert (engine.healthy, llm.engine.scheduler.blocks.num_used) == (True, 0)
+        assert (await engine.submit(requests(PROMPTS[:1], max_tokens=4), stream=False).outputs())[0].error is None
+
+    first = next(llm._ids) + 1
+    with_engine(llm, use)
+
+
 def test_a_dead_thread_fails_what_is_open_and_takes_no_more(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Callers would wait for ever."""
 

@@ -65,6 +65,9 @@ class Engine:
             self._sequences[member.request_id] = member
         self.scheduler.add(sequence)
 
+    def __contains__(self, request_id: int) -> bool:
+        return request_id in self._sequences
+
     def abort_waiting(self) -> list[Sequence]:
         """Take out all requests that have not started (or were preempted); returns them."""
         waiting = [member for s in self.scheduler.waiting for member in s.family]

@@ -245,7 +245,11 @@ class LLM:
 
     def abort(self, request_id: int) -> None:
         """Give up what is left of a live request; its blocks are free at once."""
-        self._discard([self.engine.abort(i) for i in self._live[request_id].sequence_ids.values()])
+        ids = list(self._live[request_id].sequence_ids.values())
+        self._discard([self.engine.abort(i) for i in ids if i in self.engine])
+        if self._live.pop(request_id, None) is not None:  # a step that broke off had finished some
+            for sequence_id in ids:
+                self._outputs.discard(sequence_id)
 
     def abort_waiting(self) -> set[int]:
         """Give up the samples that are in line, and those that only matter together with them.
