@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from ember.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 SUFFIX = ".gguf"
 _STRING, _ARRAY = 8, 9
@@ -74,6 +75,7 @@ class GgufTensor:
     def read(self) -> torch.Tensor:
         """In float32; rows 0, 2, 4, ... of a head come before 1, 3, 5, ... where they lay in pairs."""
         import numpy as np
+        import torch  # a tokenizer does without
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
