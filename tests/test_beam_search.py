@@ -133,6 +133,19 @@ def test_beams_share_what_they_have_in_common():
     assert sum(out.stats.num_decode_tokens for out in outs) == 4 * 7
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_beams_start_only_where_all_find_a_place(policy):
+    """A second search in the one place left over: the two pushed each other out and computed all again at every token."""
+    beams = SamplingParams(beam_width=4, max_tokens=12)
+    llm = LLM(max_num_seqs=5, scheduler=policy, prefix_cache=False, pool_size="4096tok")
+    for index, prompt in enumerate(["Call me Ishmael.", "The whale", "A long voyage"]):
+        assert llm.add(index, prompt, beams) is None
+    steps = []
+    while llm.engine.num_unfinished:
+        steps.append(llm.step()[1].stats)
+    assert sum(step.num_recomputed_tokens for step in steps) == 0
+
+
 def test_a_search_that_is_given_up_leaves_nothing(llm):
     """Beams that are held, or pending, forgotten in the middle of a step."""
     params = SamplingParams(beam_width=3, max_tokens=8)

@@ -275,10 +275,12 @@ class Scheduler:
     def _may_start(self, sequence: Sequence, out: SchedulerOutput) -> bool:
         """Whether the limits allow a waiting sequence to start now, whatever room it needs.
 
-        Nothing starts in a step that preempted: it would soon be thrown out again, its prefill wasted.
+        Nothing starts in a step that preempted: it would soon be thrown out again, its prefill wasted. So would the
+        beams of a search that do not all find a place.
         """
         full = out.num_tokens >= self.max_num_batched_tokens or out.num_prefill_tokens >= out.max_prefill_tokens
-        if full or out.preempted or self._num_taken() >= self.max_num_seqs:
+        taken, places = self._num_taken(), 1 if sequence.search is None else len(sequence.family)
+        if full or out.preempted or taken >= self.max_num_seqs or (taken and taken + places > self.max_num_seqs):
             return False
         return self.policy != "static" or self._batch_open or sequence.status is not SequenceStatus.WAITING
 
