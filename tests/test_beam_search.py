@@ -135,7 +135,7 @@ def test_beams_share_what_they_have_in_common():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_beams_start_only_where_all_find_a_place(policy):
-    """A second search in the one place left over: the two pushed each other out and computed all again at every token."""
+    """A second search in the one place left over: both pushed each other out, all computed again at every token."""
     beams = SamplingParams(beam_width=4, max_tokens=12)
     llm = LLM(max_num_seqs=5, scheduler=policy, prefix_cache=False, pool_size="4096tok")
     for index, prompt in enumerate(["Call me Ishmael.", "The whale", "A long voyage"]):
