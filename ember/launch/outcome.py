@@ -60,11 +60,17 @@ class Outcome:
         except (OSError, ValueError, TypeError):
             return Outcome()
 
+    @property
+    def word(self) -> str:
+        """How it ended."""
+        return _WORDS.get(self.exit_code, "failed") if self.started else "not started"
+
     def line(self) -> str:
         """The job's line in the list at the end of a sweep."""
-        word = _WORDS.get(self.exit_code, "failed") if self.started else "not started"
         rate = "" if math.isnan(self.tokens_per_s) else f"{self.tokens_per_s:,.1f} tok/s"
-        return f"{self.number:>4}  {self.exit_code:>4}  {word:<11}  {rate:>14}  {' '.join(self.overrides)}".rstrip()
+        return (
+            f"{self.number:>4}  {self.exit_code:>4}  {self.word:<11}  {rate:>14}  {' '.join(self.overrides)}".rstrip()
+        )
 
 
 def sweep_outcomes(sweep: Path) -> list[Outcome]:

@@ -22,12 +22,14 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from ember.config import JobConfig
+from ember.data.store import open_store
+from ember.data.sweep_note import write_sweep_note
 from ember.errors import JobError, UserError
 from ember.launch.keys import FREE, is_group, known_keys
 from ember.launch.messages import report
-from ember.launch.outcome import BUG, Outcome, drop_bare, forget_outcomes, sweep_outcomes, worst
+from ember.launch.outcome import BUG, CLEAN, ERROR_ROWS, Outcome, drop_bare, forget_outcomes, sweep_outcomes, worst
 from ember.launch.overrides import check_overrides
-from ember.launch.places import job_folders, shipped
+from ember.launch.places import folder_name, job_folders, shipped
 from ember.launch.settings import as_typed, job_config
 
 
@@ -83,8 +85,7 @@ class ExitCode(Callback):
                 raise UserError(_no_jobs(config))
             with contextlib.suppress(BrokenPipeError):  # `ember -m ... | head`
                 _show(outcomes)
-            if config.get("report"):
-                _report(outcomes)
+            _close(outcomes, report=bool(config.get("report")))
             raise SystemExit(_ended(Path(config.hydra.sweep.dir).absolute(), worst(o.exit_code for o in outcomes)))
 
 
@@ -104,13 +105,21 @@ def _show(outcomes: list[Outcome]) -> None:
     sys.stdout.flush()
 
 
-def _report(outcomes: list[Outcome]) -> None:
-    """A report of the whole sweep, where its jobs' results lie together."""
-    from ember.report.report import report_at_the_end  # pyarrow is slow to import
+def _close(outcomes: list[Outcome], *, report: bool) -> None:
+    """Where the jobs' results lie together: note which have none, and write a report of the whole sweep."""
+    done = [outcome for outcome in outcomes if outcome.output and "://" not in outcome.output]
+    folders = {Path(outcome.output).parent for outcome in done}
+    if len(folders) != 1 or len({folder_name(outcome.overrides) for outcome in outcomes}) < 2:
+        return  # nothing together, or shards of one job
+    (folder,) = map(str, folders)
+    by_name = any(Path(outcome.output).name == folder_name(outcome.overrides) for outcome in done)
+    failed = [outcome for outcome in outcomes if outcome.exit_code not in (CLEAN, ERROR_ROWS)]
+    names = {folder_name(o.overrides) if by_name else str(o.number): o.word for o in failed}
+    write_sweep_note(open_store(folder), names)
+    if report:
+        from ember.report.report import report_at_the_end  # pyarrow is slow to import
 
-    folders = {Path(outcome.output).parent for outcome in outcomes if outcome.output and "://" not in outcome.output}
-    if len(folders) == 1 and len(outcomes) > 1:
-        report_at_the_end(str(*folders))
+        report_at_the_end(folder)
 
 
 def _ended(folder: Path, exit_code: int) -> int:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ember.report.measures import BY_KEY
-from ember.report.same_tokens import Comparison, Difference
+from ember.report.same_tokens import Apart, Comparison, Difference
 from ember.report.sweep import POOL, Sweep, SweepJob, in_order
-from ember.report.words import UNKNOWN, Unit, setting, written
+from ember.report.words import UNKNOWN, Unit, seconds, setting, written
 
 NEAR = 0.05
 """Jobs whose numbers differ by less than this share are taken as equal: one run each is no better measured."""
+SHORT_S = 5.0
+"""Jobs that work less than these seconds are measured badly: warming up, and whatever else runs, weighs too much."""
 _MOST_KEYS = 2
+_MOST_GROUPS = 4
+_WORK = ("num_steps", "num_prompt_tokens", "num_output_tokens")
 _REASONS = ("mean_running", "mean_kv_use", "num_preemptions", "num_recomputed_tokens", "waste", "hit_rate", "num_steps")
 _COSTS = ("p95_latency_s", "p95_ttft_s", "waste", "num_preemptions")
 
@@ -24,6 +28,7 @@ def advice(sweep: Sweep) -> Iterator[str]:
         return
     best, worst = ranked[0], ranked[-1]
     yield _gain(sweep, ranked)
+    yield from _cautions(sweep, ranked)
     if reasons := list(_against(best, worst)):
         yield f"Against the last, {worst.label(sweep.keys)}: {'; '.join(reasons)}."
     yield _costs(sweep, ranked)
@@ -32,10 +37,28 @@ def advice(sweep: Sweep) -> Iterator[str]:
     yield from _ratios(sweep, best)
 
 
-def same_tokens(comparisons: list[Comparison], keys: list[str], num_jobs: int) -> Iterator[tuple[str, bool]]:
+def unfinished(sweep: Sweep) -> Iterator[str]:
+    """Which jobs are not in the table, or in it with a part of their rows."""
+    if sweep.absent:
+        names = ", ".join(f"{name} ({end})" for name, end in sweep.absent.items())
+        yield f"{len(sweep.absent)} of {len(sweep.jobs) + len(sweep.absent)} jobs left no results: {names}."
+    partial = [f"{job.name} ({job.status})" for job in sweep.jobs if job.status != "finished"]
+    if partial:
+        yield f"{len(partial)} of the {len(sweep.jobs)} jobs in the table did not finish: {', '.join(partial)}."
+
+
+def same_tokens(comparisons: list[Comparison], keys: list[str], between: list[Apart]) -> Iterator[tuple[str, bool]]:
     """What the comparison of tokens found, each sentence with whether it is as it should be."""
     if keys:
-        yield f"Jobs that differ in {', '.join(keys)}, which may change tokens, are not compared with each other.", True
+        yield (
+            f"Jobs that differ in {', '.join(keys)}, which may change tokens, are not compared with each other: "
+            "a difference is no error.",
+            True,
+        )
+    if between:
+        shown = [_apart(one) for one in between[:_MOST_GROUPS]]
+        more = f"; and {len(between) - len(shown)} more" if len(between) > len(shown) else ""
+        yield f"For information, tokens against {between[0].one.name}: {'; '.join(shown)}{more}.", True
     for comparison in comparisons:
         if comparison.difference is not None:
             yield _differs(comparison.difference), False
@@ -51,6 +74,35 @@ def _identical(groups: list[Comparison]) -> str:
         return f"All {len(groups[0].jobs)} jobs gave identical tokens in all {rows:,} rows{some}."
     jobs = sum(len(group.jobs) for group in groups)
     return f"Within each of {len(groups)} groups, {jobs} jobs in all, tokens are identical in all {rows:,} rows{some}."
+
+
+def _apart(found: Apart) -> str:
+    if found.first_row is None:
+        return f"the same in all {found.num_compared:,} rows in {found.other.name}"
+    return (
+        f"others in {found.num_different:,} of {found.num_compared:,} rows, the first row {found.first_row}, "
+        f"in {found.other.name}"
+    )
+
+
+def _cautions(sweep: Sweep, ranked: list[SweepJob]) -> Iterator[str]:
+    """Why a number that hangs on the clock may say little."""
+    if sweep.sort == POOL or BY_KEY[sweep.sort].unit not in (Unit.RATE, Unit.SECONDS):
+        return
+    times = [job.values["duration_s"] for job in ranked if job.values["duration_s"] is not None]
+    short = [value for value in times if value < SHORT_S]
+    if short:
+        yield (
+            f"Caution: {len(short)} of {len(ranked)} jobs worked less than {SHORT_S:g} s, the shortest "
+            f"{seconds(min(short))}: too short to tell settings apart. Give them more rows."
+        )
+    best, worst = ranked[0], ranked[-1]
+    same_work = best.values["num_steps"] and all(best.values[key] == worst.values[key] for key in _WORK)
+    if same_work and _share(sweep, best, worst) > NEAR:
+        yield (
+            "Caution: best and last took the same number of steps for the same tokens. So either a step itself takes "
+            "longer, or something else on the machine slowed one of them: run both again to know."
+        )
 
 
 def _gain(sweep: Sweep, ranked: list[SweepJob]) -> str:

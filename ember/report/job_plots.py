@@ -88,7 +88,7 @@ def _throughput(time: Timeline, values: Values) -> Picture:
             _legend(axes)
         _time_axis(below, time)
 
-    said = f"{written(values['tokens_per_s'], Unit.RATE)} output tokens a second over the whole job."
+    said = f"{written(values['tokens_per_s'], Unit.RATE)} output tokens a second from the first step to the last."
     return picture("throughput", "Tokens computed per second", said, draw, TALL)
 
 

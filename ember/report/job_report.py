@@ -8,7 +8,7 @@ from ember.data.own_files import PAGE, REPORT
 from ember.data.store import Store, cant_write, open_store
 from ember.report.drawing import Picture, check_drawing
 from ember.report.job_plots import job_pictures
-from ember.report.measures import MEASURES, Values, measure
+from ember.report.measures import MEASURES, Values, measure, measures_of
 from ember.report.page import Page
 from ember.report.results import JobResults
 from ember.report.words import Unit, row_name, setting, written
@@ -73,7 +73,7 @@ def job_page(results: JobResults, values: Values, pictures: list[Picture]) -> Pa
     page.heading("Over time, and how rows are distributed")
     page.pictures(pictures)
     page.heading("Numbers")
-    page.facts((m.label, written(values[m.key], m.unit), m.meaning) for m in MEASURES)
+    page.facts((m.label, written(values[m.key], m.unit), m.meaning) for m in measures_of(results))
     _attempts(page, results)
     _errors(page, results)
     _samples(page, results)
@@ -82,7 +82,7 @@ def job_page(results: JobResults, values: Values, pictures: list[Picture]) -> Pa
     page.table(("key", "value"), ((key, setting(value)) for key, value in chosen.items()), texts=2)
     page.heading("How to compute these numbers again")
     page.text("In DuckDB, with the views rows (completions/*.parquet) and steps (steps/*.parquet) of the output:")
-    page.table(("number", "SQL"), ((m.label, m.sql) for m in MEASURES), texts=2)
+    page.table(("number", "SQL"), ((m.label, m.sql) for m in measures_of(results) if m.sql), texts=2)
     return page
 
 
@@ -90,10 +90,16 @@ def headline(results: JobResults, values: Values) -> str:
     """The job in two sentences."""
     show = {m.key: written(values[m.key], m.unit) for m in MEASURES}
     status = results.summary.get("status", "unfinished")
-    return (
+    speed = "tokens/s in steps" if len(results.steps) else "tokens/s"
+    done = (
         f"{results.manifest.facts.get('model', 'model')}, {status}: {show['num_rows']} rows "
         f"({show['num_errors']} with an error), {show['num_output_tokens']} output tokens in {show['duration_s']}: "
-        f"{show['tokens_per_s']} tokens/s. At most {show['peak_running']} sequences at once; the pool was used to "
+        f"{show['tokens_per_s']} {speed}."
+    )
+    if not len(results.steps):
+        return done
+    return (
+        f"{done} At most {show['peak_running']} sequences at once; the pool was used to "
         f"{show['mean_kv_use']} on average, {show['waste']} of used slots empty; {show['num_preemptions']} preemptions."
     )
 
@@ -103,7 +109,7 @@ def _attempts(page: Page, results: JobResults) -> None:
     if len(attempts) < 2:
         return
     page.heading("Attempts")
-    head = ("attempt", "started", "status", "rows", "output tokens", "time", "tokens/s")
+    head = ("attempt", "started", "status", "rows", "output tokens", "time", "tokens/s of this time")
     page.table(head, (_attempt(a) for a in attempts), texts=3)
 
 

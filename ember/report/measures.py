@@ -1,12 +1,14 @@
 """The numbers of a job, each with the words and the SQL that say what it is: one list for page, terminal and tables.
 
-All of them follow from the Parquet files alone, so that anyone can compute them again.
+All of them follow from the Parquet files alone, so that anyone can compute them again; save for the speed of a job
+whose engine is elsewhere and leaves no steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +46,22 @@ class Measure:
 def measure(results: JobResults) -> Values:
     """All measures of a job by key."""
     rows, steps = Columns(results.rows), Columns(results.steps)
-    return {m.key: m.of(rows, steps) for m in MEASURES}
+    values = {m.key: m.of(rows, steps) for m in MEASURES}
+    return values if len(steps) else values | _without_steps(results.summary)
+
+
+def measures_of(results: JobResults) -> list[Measure]:
+    """Those that say something of this job: with no steps, none of the engine, and the speed by its summary."""
+    if len(results.steps):
+        return list(MEASURES)
+    return [_OF_SUMMARY.get(m.key, m) for m in MEASURES if m.key not in OF_STEPS]
+
+
+def _without_steps(summary: Mapping[str, Any]) -> Values:
+    """What differs for a job whose engine, elsewhere, left no steps."""
+    total = summary.get("total")
+    known = total if isinstance(total, dict) else {}
+    return dict.fromkeys(OF_STEPS) | {key: known.get(key) or None for key in _OF_SUMMARY}
 
 
 def work_s(steps: Columns) -> float:
@@ -105,9 +122,10 @@ def _quantiles(name: str, label: str, meaning: str) -> list[Measure]:
 MEASURES: tuple[Measure, ...] = (
     Measure(
         key="tokens_per_s",
-        label="output tokens/s",
+        label="output tokens/s in steps",
         unit=Unit.RATE,
-        meaning="output tokens of all rows per second from the first step to the last, of each attempt and shard",
+        meaning="output tokens of all rows per second from the first step to the last, of each attempt and shard; the "
+        "`speed` that a job prints is lower: it also counts the time before and after; without steps, it is that speed",
         of=lambda rows, steps: ratio(rows.sum("num_output_tokens"), work_s(steps)),
         more_is_better=True,
         sql=f"select (select sum(num_output_tokens) from rows) / {_SPAN}",
@@ -243,3 +261,17 @@ MEASURES: tuple[Measure, ...] = (
     *_quantiles("latency_s", "latency", "seconds from entering the engine to the last output token"),
 )
 BY_KEY = {m.key: m for m in MEASURES}
+OF_STEPS = (
+    *("num_steps", "mean_running", "peak_running", "mean_kv_use", "peak_kv_use", "waste", "num_preemptions"),
+    *("num_recomputed_tokens", "hit_rate"),
+)
+"""What only the engine's steps, or its cache, can tell."""
+_OF_SUMMARY = {
+    "tokens_per_s": replace(
+        BY_KEY["tokens_per_s"],
+        label="output tokens/s",
+        meaning="output tokens per second of `time`, by summary.json, as the job printed it",
+        sql="",
+    ),
+    "duration_s": replace(BY_KEY["duration_s"], meaning="at work, by summary.json, added up over attempts", sql=""),
+}

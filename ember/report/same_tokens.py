@@ -45,21 +45,60 @@ class Comparison:
     difference: Difference | None
 
 
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Two jobs of different fingerprints, whose tokens may differ: in how many of the rows that both have.
+
+    Attributes:
+        first_row: the first by number; None if all are the same.
+    """
+
+    one: SweepJob
+    other: SweepJob
+    num_compared: int
+    num_different: int
+    first_row: int | None
+
+
 def compare_tokens(jobs: Sequence[SweepJob]) -> list[Comparison]:
     """The comparisons, one for every fingerprint that several jobs have.
 
     Raises:
         UserError: a part can't be read.
     """
-    groups: dict[str, list[SweepJob]] = {}
-    for job in jobs:
-        groups.setdefault(json.dumps(job.manifest.fingerprint, sort_keys=True), []).append(job)
-    return [_compare(group) for group in groups.values() if len(group) > 1]
+    return [_compare(group) for group in _groups(jobs) if len(group) > 1]
+
+
+def between_groups(jobs: Sequence[SweepJob]) -> list[Apart]:
+    """How the first job of each further fingerprint differs from the first job of all.
+
+    Raises:
+        UserError: a part can't be read.
+    """
+    first, *others = (group[0] for group in _groups(jobs))
+    if not others:
+        return []
+    rows = _by_row(_tokens(first))
+    return [_apart(first, rows, other, _by_row(_tokens(other))) for other in others]
 
 
 def result_keys(jobs: Sequence[SweepJob]) -> list[str]:
     """What varies among the jobs and may change tokens."""
     return sorted({key for job in jobs for key in jobs[0].manifest.changed(job.manifest.fingerprint)})
+
+
+def _groups(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
+    """The jobs by fingerprint."""
+    groups: dict[str, list[SweepJob]] = {}
+    for job in jobs:
+        groups.setdefault(json.dumps(job.manifest.fingerprint, sort_keys=True), []).append(job)
+    return list(groups.values())
+
+
+def _apart(one: SweepJob, ones: Rows, other: SweepJob, others: Rows) -> Apart:
+    common = {row for row, _ in ones.keys() & others.keys()}
+    different = {key[0] for key in ones.keys() & others.keys() if ones[key] != others[key]}
+    return Apart(one, other, len(common), len(different), min(different, default=None))
 
 
 def _compare(jobs: list[SweepJob]) -> Comparison:

@@ -12,6 +12,7 @@ import pyarrow as pa
 from ember.data.manifest import MANIFEST, Manifest
 from ember.data.own_files import REPORT
 from ember.data.store import Store, open_store
+from ember.data.sweep_note import read_sweep_note
 from ember.errors import UserError
 from ember.report.columns import Columns, peak
 from ember.report.measures import BY_KEY, MEASURES, Values, measure
@@ -76,14 +77,14 @@ class Sweep:
         jobs: sorted, best first.
         keys: the settings that varied, those with most values first.
         sort: the measure that `jobs` are sorted by.
-        empty: folders of jobs that left no results.
+        absent: jobs that left no results, by folder, and how they ended as far as it is known.
     """
 
     store: Store
     jobs: list[SweepJob]
     keys: list[str]
     sort: str
-    empty: list[str]
+    absent: dict[str, str]
 
     @staticmethod
     def open(place: str, sort: str = "tokens_per_s") -> Sweep:
@@ -100,8 +101,10 @@ class Sweep:
         if not found:
             raise UserError(f"{place} holds no manifest.json, nor do its folders; name the output of a job or sweep")
         jobs = [SweepJob.of(name, store.sub(name)) for name in found]
-        empty = [name for name in folders if name not in found and "." not in name]
-        return Sweep(store, ranked(jobs, sort), varied_keys(jobs), sort, empty)
+        bare = [name for name in folders if "=" in name or "." not in name]
+        ends = dict.fromkeys(bare, "no results") | read_sweep_note(store)
+        absent = {name: end for name, end in ends.items() if name not in found}
+        return Sweep(store, ranked(jobs, sort), varied_keys(jobs), sort, absent)
 
     def values_of(self, key: str) -> list[Any]:
         """The values that a setting had, in order of size."""

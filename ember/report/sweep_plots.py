@@ -109,7 +109,7 @@ def _trade(sweep: Sweep) -> Picture:
             axes.plot(*at, "o", color=BLUE, ms=5)
             axes.annotate(str(number), at, xytext=(4, 3), textcoords="offset points", fontsize=8)
         axes.set_xlabel("latency, 95th percentile (s)")
-        axes.set_ylabel("output tokens/s")
+        axes.set_ylabel(BY_KEY["tokens_per_s"].label)
         axes.set_ylim(0, 1.12 * max((job.values["tokens_per_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
         axes.set_xlim(left=0)
         thousands(axes.yaxis)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from ember.report.advice import advice, same_tokens
+from ember.report.advice import advice, same_tokens, unfinished
 from ember.report.drawing import Picture, check_drawing
 from ember.report.job_report import put, report_folder, write_report
 from ember.report.measures import BY_KEY, MEASURES
 from ember.report.page import Page
-from ember.report.same_tokens import compare_tokens, result_keys
+from ember.report.same_tokens import between_groups, compare_tokens, result_keys
 from ember.report.sweep import POOL, Sweep, SweepJob
 from ember.report.sweep_plots import sweep_pictures
 from ember.report.words import Unit, setting, written
@@ -24,7 +24,7 @@ COLUMNS = (
 )
 _IF_ANY = ("num_preemptions", "num_recomputed_tokens", "hit_rate")
 _SHORT = {
-    "tokens_per_s": "tokens/s",
+    "tokens_per_s": "tokens/s in steps",
     "mean_running": "running",
     "peak_kv_use": "peak KV",
     "mean_kv_use": "mean KV",
@@ -50,7 +50,8 @@ def report_sweep(place: str, *, sort: str = "tokens_per_s", to: str | None = Non
     sweep = Sweep.open(place, sort)
     pictures = sweep_pictures(sweep)
     said = list(advice(sweep))
-    checks = list(same_tokens(compare_tokens(sweep.jobs), result_keys(sweep.jobs), len(sweep.jobs)))
+    checks = [(text, False) for text in unfinished(sweep)]
+    checks += list(same_tokens(compare_tokens(sweep.jobs), result_keys(sweep.jobs), between_groups(sweep.jobs)))
     folder = report_folder(sweep.store, to)
     table = sweep.table()
     put(folder, "jobs.parquet", _bytes(lambda file: pq.write_table(table, file)))
@@ -67,11 +68,10 @@ def sweep_page(sweep: Sweep, said: list[str], checks: list[tuple[str, bool]], pi
         page.text(sentence, "lead")
     for sentence, fine in checks:
         page.text(sentence, "good" if fine else "bad")
-    page.heading(f"{len(sweep.jobs)} jobs, sorted by {_head_of(sweep.sort)}")
+    some = f" of {len(sweep.jobs) + len(sweep.absent)}" if sweep.absent else ""
+    page.heading(f"{len(sweep.jobs)}{some} jobs, sorted by {_head_of(sweep.sort)}")
     if not sweep.keys:
         page.text("No setting varied.")
-    if sweep.empty:
-        page.text(f"Without results: {', '.join(sweep.empty)}.", "bad")
     page.table(_head(sweep), _rows(sweep), texts=len(_head(sweep)) - len(_columns(sweep)), best=0)
     page.text("The whole table, with every number, is in jobs.parquet and jobs.csv beside this page.")
     page.heading("What the settings did")
@@ -91,7 +91,8 @@ def sweep_page(sweep: Sweep, said: list[str], checks: list[tuple[str, bool]], pi
 def _columns(sweep: Sweep) -> list[str]:
     """The numbers in the table; `num_preemptions` and `hit_rate` only where some job has any."""
     keys = dict.fromkeys([sweep.sort, *COLUMNS[:1], POOL, *COLUMNS[1:]])
-    return [key for key in keys if key not in _IF_ANY or any(job.value(key) for job in sweep.jobs)]
+    known = [key for key in keys if key == sweep.sort or any(job.value(key) is not None for job in sweep.jobs)]
+    return [key for key in known if key not in _IF_ANY or any(job.value(key) for job in sweep.jobs)]
 
 
 def _head(sweep: Sweep) -> list[str]:

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from ember.config import JobConfig
-from ember.data.store import Store
+from ember.data.manifest import MANIFEST
+from ember.data.store import Store, open_store
 from ember.data.text import one_line
+from ember.errors import UserError
 from ember.report.job_report import headline
-from ember.report.measures import BY_KEY, measure
+from ember.report.measures import measure, measures_of
 from ember.report.results import JobResults, flat
 from ember.report.words import Unit, row_name, setting, written
 
@@ -30,7 +32,7 @@ def inspect_output(output: str, *, num_samples: int) -> str:
     Raises:
         UserError: it is no output of ember's, or a part can't be read.
     """
-    results = JobResults.open(output)
+    results = JobResults.of(_checked(open_store(output)))
     width = min(shutil.get_terminal_size((100, 24)).columns, 120)
     blocks = [
         [textwrap.fill(headline(results, measure(results)), width)],
@@ -44,13 +46,32 @@ def inspect_output(output: str, *, num_samples: int) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if len(block) > 1 or block is blocks[0])
 
 
+def _checked(store: Store) -> Store:
+    if not store.exists(MANIFEST):
+        jobs = [name for name in _names(store) if store.sub(name).exists(MANIFEST)]
+        if jobs:
+            raise UserError(
+                f"{store.shown} holds {len(jobs)} jobs, not one; to compare them: ember report {store.shown}; "
+                f"to inspect one: ember inspect {store.shown}/{jobs[0]}"
+            )
+    return store
+
+
+def _names(store: Store) -> list[str]:
+    try:
+        return store.names()
+    except NotADirectoryError:
+        return []
+
+
 def _numbers(results: JobResults) -> Iterator[str]:
     values = measure(results)
     expected, missing = results.num_rows_expected, results.num_rows_missing
     rows = f"{written(values['num_rows'], Unit.COUNT)}; {expected:,} expected, {missing:,} missing"
     yield f"  {'rows':<28} {rows}"
-    for key in _COUNTS:
-        yield f"  {BY_KEY[key].label:<28} {written(values[key], BY_KEY[key].unit)}"
+    shown = {m.key: m for m in measures_of(results)}
+    for m in (shown[key] for key in _COUNTS if key in shown):
+        yield f"  {m.label:<28} {written(values[m.key], m.unit)}"
 
 
 def _reasons(results: JobResults) -> Iterator[str]:

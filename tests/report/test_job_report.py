@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from html import unescape
@@ -185,3 +186,17 @@ def test_a_browser_shows_every_picture(page: Path, tmp_path: Path) -> None:
     widths = image_widths(page, tmp_path)
     assert len(widths) == len(list(page.parent.glob("*.png")))
     assert all(natural > 100 and width > 300 for natural, width in widths)
+
+
+def test_a_job_without_steps_has_its_speed_from_the_summary(job: str, tmp_path: Path, capsys) -> None:
+    """An engine elsewhere leaves none: `0 s: – tokens/s` and a cache of which nothing is known."""
+    output = Path(shutil.copytree(job, tmp_path / "out", ignore=shutil.ignore_patterns("report", "steps")))
+    speed = json.loads((output / "summary.json").read_text(encoding="utf-8"))["total"]["tokens_per_s"]
+    assert main(["inspect", str(output)]) == 0
+    assert main(["report", str(output)]) == 0
+    said = capsys.readouterr().out
+    page = unescape((output / "report" / "report.html").read_text(encoding="utf-8"))
+    for text in (said, page):
+        assert f"{speed:,.1f} tokens/s." in " ".join(text.split())
+        assert not [words for words in ("prefix hits", "pool used", "preemptions", "in steps") if words in text]
+    assert "latency, median" in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import shutil
+from dataclasses import replace
 from html import unescape
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 import ember.run
 from ember.entrypoints.cli import main
+from ember.report.advice import advice
 from ember.report.measures import BY_KEY, MEASURES, measure
 from ember.report.results import JobResults
 from ember.report.same_tokens import compare_tokens
@@ -21,6 +23,7 @@ from ember.report.sweep import Sweep, ordered
 from ember.report.words import written
 from tests.report.browser import image_widths
 
+ROW_TOKENS = ("row_index", "token_ids")
 ROWS = "\n".join(f'{{"prompt": "Of whales and men, number {i}"}}' for i in range(8))
 
 
@@ -159,3 +162,78 @@ def test_report_without_matplotlib_is_a_mistake_before_the_job(job_folder: Path,
     assert ember.run.main(["data=prompts.jsonl", "output=out", "report=true"]) == 2
     assert "pip install 'ember-batch[report]'" in capsys.readouterr().err
     assert not (job_folder / "out" / "completions").exists()
+
+
+def test_jobs_that_failed_are_counted_and_named(job_folder: Path, monkeypatch, capsys) -> None:
+    """A job that never began leaves no folder: page and terminal spoke of 1 job where 3 had been started."""
+    monkeypatch.setattr("ember.report.job_report.job_pictures", lambda results, values: [])
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    words = ["-m", "data=prompts.jsonl", "sampling.max_tokens=2", "output=out", "report=true"]
+    assert ember.run.main([*words, "pool_size=40,5,bogus"]) == 2
+    capsys.readouterr()
+    assert main(["report", "out"]) == 0
+    said = "2 of 3 jobs left no results: pool_size=5 (mistake), pool_size=bogus (mistake)."
+    assert said in capsys.readouterr().out
+    page = unescape((job_folder / "out/report/report.html").read_text(encoding="utf-8"))
+    assert said in page and "1 of 3 jobs, sorted by" in page
+    assert ember.run.main([*words, "pool_size=40,48"]) == 0
+    assert "left no results" not in unescape((job_folder / "out/report/report.html").read_text(encoding="utf-8"))
+
+
+def test_folders_without_results_and_unfinished_jobs_are_said(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    copy = Path(shutil.copytree(sweep, tmp_path / "copy"))
+    (copy / "sampling.temperature=0.5").mkdir()
+    summary = copy / "block_size=4,pool_size=80tok" / "summary.json"
+    text = summary.read_text(encoding="utf-8")
+    summary.write_text(text.replace('"status": "finished"', '"status": "interrupted"'), encoding="utf-8")
+    assert main(["report", str(copy)]) == 0
+    said = capsys.readouterr().out
+    assert "1 of 5 jobs left no results: sampling.temperature=0.5 (no results)." in said
+    assert "1 of the 4 jobs in the table did not finish: block_size=4,pool_size=80tok (interrupted)." in said
+
+
+def test_no_winner_by_the_clock_without_a_caution(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """A factor of 1.3 between jobs of a tenth of a second, with equal steps and tokens, was given as the answer."""
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    assert main(["report", str(sweep), "--to", str(tmp_path)]) == 0
+    assert "Caution: 4 of 4 jobs worked less than 5 s, the shortest " in capsys.readouterr().out
+    assert main(["report", str(sweep), "--sort", "num_steps", "--to", str(tmp_path)]) == 0
+    assert "Caution" not in capsys.readouterr().out
+    opened = Sweep.open(str(sweep))
+    first, second = (job for job in opened.jobs if job.settings["pool_size"] == "640tok")
+    first.values.update(tokens_per_s=200.0, duration_s=60.0)
+    second.values.update(first.values, tokens_per_s=100.0)
+    said = list(advice(replace(opened, jobs=[first, second])))
+    assert [text.split(":")[0] for text in said if "Caution" in text] == ["Caution"]
+    assert any("best and last took the same number of steps for the same tokens" in text for text in said)
+
+
+def test_groups_that_may_differ_are_counted(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    """Jobs of two kv_dtype are no error if they differ, but a reader wants to know in how many rows."""
+    monkeypatch.setattr("ember.report.sweep_report.sweep_pictures", lambda sweep: [])
+    copy = Path(shutil.copytree(sweep, tmp_path / "copy"))
+    for job in copy.glob("block_size=16*"):
+        manifest = job / "manifest.json"
+        text = manifest.read_text(encoding="utf-8")
+        manifest.write_text(text.replace('temperature": 0.0', 'temperature": 0.5'), encoding="utf-8")
+        (part,) = (job / "completions").iterdir()
+        rows = pq.read_table(part)
+        tokens = [t[:-1] if r in (3, 6) else t for r, t in zip(*(rows[n].to_pylist() for n in ROW_TOKENS), strict=True)]
+        column = rows.schema.get_field_index("token_ids")
+        pq.write_table(
+            rows.set_column(column, "token_ids", pa.array(tokens, rows.schema.field("token_ids").type)), part
+        )
+    assert main(["report", str(copy)]) == 0
+    assert ": others in 2 of 8 rows, the first row 3, in block_size=" in capsys.readouterr().out
+
+
+def test_tokens_per_second_are_named_by_what_they_count(sweep: Path) -> None:
+    """The table in the terminal counts a job's whole time, the page its steps: one name for both misled."""
+    page = unescape((sweep / "report" / "report.html").read_text(encoding="utf-8"))
+    assert ">tokens/s in steps<" in page and "the `speed` that a job prints is lower" in page
+
+
+def test_inspecting_a_sweep_points_to_report(sweep: Path, capsys: pytest.CaptureFixture) -> None:
+    assert main(["inspect", str(sweep)]) == 2
+    assert f"holds 4 jobs, not one; to compare them: ember report {sweep}; " in capsys.readouterr().err
