@@ -37,8 +37,9 @@ class RequestError(UserError):
     Args:
         kind: a short stable name to count by (`prompt_too_long`).
         message: one line: what is wrong, with its numbers.
+        key: the sampling setting that is to blame; None: the prompt itself.
     """
 
-    def __init__(self, kind: str, message: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, message: str, *, key: str | None = None) -> None:
+        self.kind, self.key = kind, key
         super().__init__(message)

@@ -40,6 +40,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 """Values that ask for nothing; null never does."""
+_FORMS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+"""The settings of vLLM's `structured_outputs`, by its keys."""
+_PLACES = {
+    setting: f'it goes under structured_outputs: {{"{key}": ...}}'
+    + (" or response_format" if setting == "json_schema" else "")
+    for key, setting in _FORMS.items()
+}
+"""Where a setting that is no key of a body belongs."""
 
 
 def looks_like(columns: list[str]) -> bool:
@@ -98,12 +106,13 @@ def request_sampling(values: dict[str, Any]) -> dict[str, Any]:
     body = _body(values)
     for key, value in body.items():
         if key not in _ACCEPTED and value is not None and not _is_neutral(key, value):
-            raise RowError(f"body.{one_line(key, 60)}={_shown(value)} is not supported; remove it")
+            remedy = _PLACES.get(key, "remove it")
+            raise RowError(f"body.{one_line(key, 60)}={_shown(value)} is not supported; {remedy}")
     settings = {key: body[key] for key in _SAMPLING if body.get(key) is not None}
     settings |= _logprobs(body) | _output_form(body)
     longest = body.get("max_completion_tokens")
     if longest is not None and settings.setdefault("max_tokens", longest) != longest:
-        raise RowError("body.max_tokens and body.max_completion_tokens differ; remove one")
+        raise RowError("body.max_tokens and max_completion_tokens differ; remove one")
     if not is_json_encodable(settings):
         raise RowError("the sampling settings hold a lone surrogate, which is no text")
     return settings
@@ -123,10 +132,9 @@ def _output_form(body: dict[str, Any]) -> dict[str, Any]:
     """OpenAI's `response_format`, or vLLM's `structured_outputs`, as the setting that does it."""
     given, ours = body.get("response_format"), body.get("structured_outputs")
     if ours is not None:
-        names = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
-        if given is not None or not isinstance(ours, dict) or not ours.keys() <= names.keys():
-            raise RowError(f"body.structured_outputs must be an object with one of {', '.join(names)}, alone")
-        return {names[key]: value for key, value in ours.items() if value is not None}
+        if given is not None or not isinstance(ours, dict) or not ours.keys() <= _FORMS.keys():
+            raise RowError(f"body.structured_outputs must be an object with one of {', '.join(_FORMS)}, alone")
+        return {_FORMS[key]: value for key, value in ours.items() if value is not None}
     if given is None:
         return {}
     kind = given.get("type") if isinstance(given, dict) else None

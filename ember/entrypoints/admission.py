@@ -86,7 +86,7 @@ class Admission:
         try:
             self._plan.check_sampling(params)
         except ConfigError as error:
-            raise RequestError("bad_sampling", str(error)) from None
+            raise RequestError("bad_sampling", str(error), key=error.key) from None
         left = self._plan.max_model_len - num_prompt_tokens
         return left if params.max_tokens is None else min(left, params.max_tokens)
 
@@ -101,7 +101,7 @@ class Admission:
         try:
             matchers = [self._structured_output.matcher(params, eos) for _ in range(num_samples)]
         except ConfigError as error:
-            raise RequestError("bad_sampling", str(error)) from None
+            raise RequestError("bad_sampling", str(error), key=error.key) from None
         return Limits(stop_ids if params.ignore_eos else stop_ids | eos, self._bad_words(params), matchers)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -110,7 +110,7 @@ class Admission:
             words = [form for word in params.bad_words for form in (word.lstrip(), f" {word.lstrip()}")]
             return [self._encoded(word) for word in words]
         except RequestError as error:
-            raise RequestError("bad_sampling", f"bad_words: {error}") from None
+            raise RequestError("bad_sampling", f"bad_words: {error}", key="bad_words") from None
 
     def _encoded(self, text: str, allow_special_tokens: bool = False) -> list[int]:
         try:

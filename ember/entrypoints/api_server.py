@@ -70,6 +70,7 @@ class ApiServer:
             "/health": ("GET", self.health),
             "/metrics": ("GET", self.metrics),
             "/v1/models": ("GET", self.models),
+            "/v1/models/{model:path}": ("GET", self.model),  # an id may hold slashes
             "/v1/completions": ("POST", self.completions),
             "/v1/chat/completions": ("POST", self.chat),
         }
@@ -96,18 +97,28 @@ class ApiServer:
 
     async def models(self, request: HttpRequest) -> Any:
         """The one model there is."""
+        return JsonResponse({"object": "list", "data": [self._about()]})
+
+    async def model(self, request: HttpRequest) -> Any:
+        """The model of that id; without one, as in the list's path with a slash at its end, the list."""
+        if not (asked := request.path_params["model"]):
+            return await self.models(request)
+        self._check_model(asked)
+        return JsonResponse(self._about())
+
+    def _about(self) -> dict[str, Any]:
         about = {"id": self._model, "object": "model", "created": self._created, "owned_by": "ember"}
-        return JsonResponse({"object": "list", "data": [about | {"max_model_len": self._plan.max_model_len}]})
+        return about | {"max_model_len": self._plan.max_model_len}
 
     async def completions(self, request: HttpRequest) -> Any:
         """Complete one or more prompts."""
         body = await self._read(request)
-        return await self._answer(Call.completion(body, max_choices=self._config.max_choices), CompletionAnswer)
+        return await self._answer(Call.completion(body, limits=self._config.choice_limits), CompletionAnswer)
 
     async def chat(self, request: HttpRequest) -> Any:
         """Answer a conversation."""
         body = await self._read(request)
-        return await self._answer(Call.chat(body, max_choices=self._config.max_choices), ChatAnswer)
+        return await self._answer(Call.chat(body, limits=self._config.choice_limits), ChatAnswer)
 
     async def _read(self, request: HttpRequest) -> dict[str, Any]:
         config = self._config

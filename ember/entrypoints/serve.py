@@ -28,7 +28,7 @@ Serves one model on an OpenAI-compatible endpoint.
   api_key        what clients must send as a bearer token (or the environment's EMBER_API_KEY)
   served_model   the model's id for clients
   max_queue      choices that may wait in line before requests are refused with 429 (1024)
-  max_choices    most choices of a request (128)
+  max_choices    most choices of a request (128; max_num_seqs + max_queue, if that is less)
   grace_s        seconds that open requests have to finish when the server is stopped (20)
 and every setting of the engine (block_size, pool_size, max_num_seqs, ...).
 
@@ -71,7 +71,7 @@ async def _serve(config: ServerConfig) -> int:
     with listen(config.host, config.port) as bound:
         llm = LLM.from_plan(plan)
         metrics = Metrics(llm)
-        engine = AsyncEngine(llm, max_open=config.max_num_seqs + config.max_queue)
+        engine = AsyncEngine(llm, max_open=config.choice_limits.most_open)
         app = ApiServer(config, plan, engine, metrics).app()
         return await HttpServer(config, app, engine, bound).run(metrics)
 

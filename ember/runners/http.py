@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from ember.core.stats import StepStats
 from ember.data.output import RequestOutput
 from ember.data.reader import PromptRow
+from ember.errors import JobError
 from ember.recorder import Recorder
 from ember.runners.openai_client import OpenAIClient
 from ember.runners.remote_request import RemoteRequests
@@ -29,6 +30,7 @@ class HttpJob:
         self._input_left = True
         self._asked: set[Task] = set()
         self._deadline_s: float | None = None
+        self._first_failure: JobError | None = None
 
     def run(self) -> bool:
         """Work until the rows, or the time left after a signal, run out; returns whether all rows are written.
@@ -40,19 +42,24 @@ class HttpJob:
 
     async def _run(self) -> bool:
         async with OpenAIClient.of(self.config) as client:
-            requests = RemoteRequests(client, self._recorder.plan.model_name, self.config)
-            while True:
-                self._feed(requests)
-                if self.interrupts.signum is not None:
-                    self._wind_down()
-                if not self._asked or self._out_of_time() or self._recorder.too_many_errors:
-                    break
-                await self._take()
-            complete = not self._input_left and not self._asked
-            for task in self._asked:
-                task.cancel()
-            await asyncio.gather(*self._asked, return_exceptions=True)
-        return complete
+            try:
+                return await self._work(RemoteRequests(client, self._recorder.plan.model_name, self.config))
+            finally:  # before the connections close, or each task would fail of that
+                await self._give_up()
+
+    async def _work(self, requests: RemoteRequests) -> bool:
+        while True:
+            self._feed(requests)
+            if self.interrupts.signum is not None:
+                self._wind_down()
+            if not self._asked or self._out_of_time() or self._recorder.too_many_errors:
+                return not self._input_left and not self._asked
+            await self._take()
+
+    async def _give_up(self) -> None:
+        for task in self._asked:
+            task.cancel()
+        await asyncio.gather(*self._asked, return_exceptions=True)
 
     def _feed(self, requests: RemoteRequests) -> None:
         while self._input_left and len(self._asked) < self.config.concurrency and self.interrupts.signum is None:
@@ -60,12 +67,14 @@ class HttpJob:
             if row is None:
                 self._input_left = False
                 return
-            self._asked.add(asyncio.create_task(_answered(requests, row)))
+            self._asked.add(asyncio.create_task(self._answered(requests, row)))
 
     async def _take(self) -> None:
         """Wait a little for answers, and record those that have come: all, also if one of them ends the job."""
         done, self._asked = await asyncio.wait(self._asked, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
         for task in sorted(done, key=lambda task: task.exception() is not None):
+            if task.exception() is not None and self._first_failure is not None:
+                raise self._first_failure
             row, output = task.result()
             self._recorder.write(row, output)
             self._recorder.steps(0, [], sum(sample.num_tokens for sample in output.outputs))
@@ -84,6 +93,9 @@ class HttpJob:
     def _out_of_time(self) -> bool:
         return self.interrupts.at_once or (self._deadline_s is not None and time.perf_counter() > self._deadline_s)
 
-
-async def _answered(requests: RemoteRequests, row: PromptRow) -> tuple[PromptRow, RequestOutput]:
-    return row, await requests.run(row)
+    async def _answered(self, requests: RemoteRequests, row: PromptRow) -> tuple[PromptRow, RequestOutput]:
+        try:
+            return row, await requests.run(row)
+        except JobError as error:  # of several, the first is the reason
+            self._first_failure = self._first_failure or error
+            raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from ember.errors import ConfigError, UserError
 from ember.model.conversation import Conversation
 from ember.output_form import output_form
 from ember.sampling_params import SamplingParams
+from ember.serving.choice_limits import ChoiceLimits
 from ember.serving.errors import ApiError
 
 Prompt = str | list[int] | Conversation
@@ -47,7 +49,7 @@ class Call:
     return_token_ids: bool = False
 
     @staticmethod
-    def completion(body: dict[str, Any], *, max_choices: int) -> Call:
+    def completion(body: dict[str, Any], *, limits: ChoiceLimits) -> Call:
         """The body of `/v1/completions`; null is the same as left out.
 
         Raises:
@@ -55,6 +57,8 @@ class Call:
         """
         given = {key: value for key, value in body.items() if value is not None}
         _refuse(given, "messages", *_OWN_OF_CHAT, "top_logprobs")
+        prompts = _prompts(given)
+        limits.check(len(prompts), given)
         params, echo = _params(given, COMPLETION_DEFAULTS), _flag(given, "echo")
         if isinstance(given.get("logprobs"), bool):
             raise _wrong("logprobs", "must be a number for a completion")
@@ -62,10 +66,10 @@ class Call:
             if _flag(given, "stream"):
                 raise _wrong("logprobs", "is not supported with echo in a stream; leave one out")
             params = replace(params, prompt_logprobs=params.logprobs)
-        return _call(given, list(_prompts(given)), params, echo=echo, max_choices=max_choices)
+        return _call(given, prompts, params, echo=echo)
 
     @staticmethod
-    def chat(body: dict[str, Any], *, max_choices: int) -> Call:
+    def chat(body: dict[str, Any], *, limits: ChoiceLimits) -> Call:
         """The body of `/v1/chat/completions`; null is the same as left out.
 
         Raises:
@@ -82,29 +86,20 @@ class Call:
         _check_continuing(given, conversation)
         if not isinstance(given.get("logprobs", False), bool):
             raise _wrong("logprobs", "must be true or false for a chat; top_logprobs is the number")
+        limits.check(1, given)
         params = _params({k: v for k, v in given.items() if k not in _OWN_OF_CHAT}, CHAT_DEFAULTS)
-        return _call(given, [conversation], params, echo=False, max_choices=max_choices)
+        return _call(given, [conversation], params, echo=False)
 
 
-def _call(
-    given: dict[str, Any], prompts: list[Prompt], params: SamplingParams, *, echo: bool, max_choices: int
-) -> Call:
+def _call(given: dict[str, Any], prompts: Sequence[Prompt], params: SamplingParams, *, echo: bool) -> Call:
     """What completions and chats share."""
-    if len(prompts) * params.num_sequences > max_choices:
-        most = f"more than {max_choices}, the most of a request"
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts with {params.num_sequences} choices each are {most}",
-            param="prompt" if params.n == 1 else "n",
-            code="too_many_choices",
-        )
     if not isinstance(given.get("user", ""), str):
         raise _wrong("user", "must be text")
     stream = _flag(given, "stream")
     if stream and params.ranked:
         raise _wrong("stream", "can't be with best_of or a beam search: which choices are best shows at the end")
     return Call(
-        prompts=prompts,
+        prompts=list(prompts),
         params=params,
         stream=stream,
         include_usage=_include_usage(given, stream),

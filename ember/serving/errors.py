@@ -44,8 +44,8 @@ _STATUSES = {"server_stopped": 503, "out_of_memory": 503, "internal_error": 500,
 
 
 def refused(error: RequestError, param: str) -> ApiError:
-    """A prompt or its sampling can't run."""
-    return ApiError(400, str(error), param=param, code=_CODES.get(error.kind, error.kind))
+    """A prompt, the body's `param`, or its sampling can't run."""
+    return ApiError(400, str(error), param=error.key or param, code=_CODES.get(error.kind, error.kind))
 
 
 def failed(output: CompletionOutput) -> ApiError:

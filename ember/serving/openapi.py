@@ -33,6 +33,7 @@ def document(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
         "/v1/completions": {"post": _post("Complete prompts", completion)},
         "/v1/chat/completions": {"post": _post("Answer a conversation", _body(chat, ["messages"]))},
         "/v1/models": {"get": _get("The model that is served", {"application/json": _list_of_models()}, "401")},
+        "/v1/models/{model}": _model_path(model),
         "/health": {"get": _get("Whether requests are taken", {"application/json": {"type": "object"}}, "503")},
         "/metrics": {"get": _get("Numbers for Prometheus", {"text/plain": {"type": "string"}}, "401")},
     }
@@ -48,7 +49,7 @@ def _completion(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     token = {"type": "integer", "minimum": 0, "maximum": plan.network.vocab_size - 1}
     text = {"type": "string", "minLength": 1}
     ids = {"type": "array", "items": token, "minItems": 1, "maxItems": plan.max_model_len - 1}
-    many = {"type": "array", "minItems": 1, "maxItems": config.max_choices}
+    many = {"type": "array", "minItems": 1, "maxItems": config.choice_limits.most}
     return {
         "prompt": {"anyOf": [text, ids, {**many, "items": text}, {**many, "items": ids}]},
         **_common(config, plan, model),
@@ -93,7 +94,7 @@ def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
             "additionalProperties": False,
         },
         "seed": _whole(),
-        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": config.max_choices},
+        "n": {"type": ["integer", "null"], "minimum": 1, "maximum": config.choice_limits.most},
         "stop": {"anyOf": [stop, {"type": "array", "items": stop, "maxItems": MAX_STOPS}, {"type": "null"}]},
         "stop_token_ids": {"type": ["array", "null"], "items": token},
         "ignore_eos": _flag(),
@@ -142,6 +143,7 @@ def _event() -> Schema:
     return {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 
 
+_MODEL: Schema = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
 _USAGE = ["prompt_tokens", "completion_tokens", "total_tokens"]
 
 
@@ -159,9 +161,13 @@ def _failures(*statuses: str) -> Schema:
     return {status: {"description": _ERRORS[status], "content": content} for status in statuses}
 
 
+def _model_path(model: str) -> Schema:
+    parameter = {"name": "model", "in": "path", "required": True, "schema": {"enum": [model]}}
+    return {"parameters": [parameter], "get": _get("A model by its id", {"application/json": _MODEL}, "401", "404")}
+
+
 def _list_of_models() -> Schema:
-    model = {"type": "object", "properties": {"id": {"type": "string"}}, "required": ["id"]}
-    return {"type": "object", "properties": {"data": {"type": "array", "items": model}}, "required": ["data"]}
+    return {"type": "object", "properties": {"data": {"type": "array", "items": _MODEL}}, "required": ["data"]}
 
 
 def _error() -> Schema:

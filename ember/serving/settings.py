@@ -13,6 +13,7 @@ from ember.checks import MOST, at_least, real
 from ember.config import EngineConfig, ModelConfig
 from ember.errors import ConfigError, UserError
 from ember.model.presets import PRESETS
+from ember.serving.choice_limits import ChoiceLimits
 
 API_KEY_VARIABLE = "EMBER_API_KEY"
 _NUMBERS = {"port": (0, 65535), "max_queue": (0, MOST), "max_choices": (1, MOST), "max_body_bytes": (1, MOST)}
@@ -30,7 +31,7 @@ class ServerConfig(EngineConfig):
         api_key: what clients must send as a bearer token; None: the environment's EMBER_API_KEY, if any.
         served_model: the model's id for clients; None: as it was named.
         max_queue: most choices (prompts times `n`) in line beside `max_num_seqs` that run; more are refused with 429.
-        max_choices: most choices of one request.
+        max_choices: most choices of one request; what can never run and wait together is refused as well.
         max_body_bytes: of a request.
         body_timeout_s, send_timeout_s: for a client to send its body, or to take a piece of the answer.
         grace_s: seconds that open requests have to finish after Ctrl-C or SIGTERM.
@@ -68,6 +69,11 @@ class ServerConfig(EngineConfig):
             self.cors_origins = [self.cors_origins]
         if not isinstance(self.cors_origins, list) or not all(isinstance(o, str) and o for o in self.cors_origins):
             raise ConfigError("cors_origins", self.cors_origins, "must be an origin or a list of them")
+
+    @property
+    def choice_limits(self) -> ChoiceLimits:
+        """How many choices there may be."""
+        return ChoiceLimits(max_choices=self.max_choices, max_num_seqs=self.max_num_seqs, max_queue=self.max_queue)
 
     @staticmethod
     def from_words(words: Sequence[str]) -> ServerConfig:

@@ -105,6 +105,29 @@ def test_a_wrong_body_is_a_clear_400(server: RunningServer, name: str) -> None:
     assert post(server, b'{"prompt": "x", "max_tokens": 1}')[0] == 200
 
 
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"n": 10**9}, "n", "n=1000000000: a request may have 128 choices at most (max_choices=128)"),
+        ({"n": 65, "prompt": ["x", "y"]}, "n", "n=65 for each of 2 prompts: a request may have 128 choices"),
+        ({"best_of": 129}, "best_of", "best_of=129: a request may have 128 choices"),
+        ({"prompt": ["x"] * 129}, "prompt", "129 prompts: a request may have 128 choices"),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias", "logit_bias=[99999999]: the model's vocabulary ends at"),
+        ({"stop_token_ids": [99999999]}, "stop_token_ids", "stop_token_ids=[99999999]"),
+        ({"prompt": [99999999]}, "prompt", "token id 99999999 is not in the vocabulary"),
+        ({"regex": "a+"}, "regex", 'regex=a+ is not supported; it goes under structured_outputs: {"regex": ...}'),
+        ({"choice": ["a"]}, "choice", 'it goes under structured_outputs: {"choice": ...}'),
+        ({"json_schema": {}}, "json_schema", 'structured_outputs: {"json": ...} or response_format'),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "max_tokens and max_completion_tokens differ"),
+    ],
+)
+def test_a_refusal_names_the_key_and_the_limit(server: RunningServer, asked: dict, param: str, said: str) -> None:
+    """A limit of `SamplingParams` stood for the server's own, and `prompt` for the keys of sampling."""
+    status, _, answer = post(server, json.dumps({"prompt": "x", **asked}).encode())
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert answer["error"]["message"].startswith(said) or said in answer["error"]["message"]
+
+
 def test_other_answers_than_400(server: RunningServer) -> None:
     assert post(server, b"{}", kind="text/plain")[0] == 415
     assert post(server, b'{"prompt": "' + b"x" * (5 << 20) + b'"}')[0] == 413

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import threading
@@ -224,6 +225,30 @@ def test_a_server_that_goes_away_ends_the_job_which_goes_on_later(capsys: pytest
         assert run(url, "data=many.jsonl", "concurrency=2") == 0
     assert [row["completion"] for row in rows("out")] == [text_of(prompt) for prompt in prompts]
     assert not any(row["error"] for row in rows("out"))
+
+
+def test_what_ends_a_job_is_said_once(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Rows that were still asked for failed when the connections closed: a traceback each, and a wrong reason."""
+    prompts = write_prompts(12)
+    over = threading.Event()
+
+    def reply(body: dict):
+        if body["prompt"] == prompts[3]:
+            return failure(429)
+        over.wait(10)
+        return None
+
+    with fake(reply) as (_, url):
+        try:
+            assert run(url, "data=many.jsonl", "max_retries=0", "concurrency=8") == 1
+        finally:
+            over.set()
+    gc.collect()
+    captured = capsys.readouterr()
+    said = "".join([captured.err, captured.out, caplog.text, *(log.read_text() for log in Path().rglob("*.log"))])
+    assert "status 429: no (1 tries)" in captured.err
+    assert captured.err.count("\n") == 1
+    assert not any(word in said for word in ("isconnected", "Traceback", "never retrieved"))
 
 
 def test_another_server_or_model_is_another_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,12 @@ def test_the_best_of_several(client) -> None:
     assert "".join(chunk.choices[0].text for chunk in one)
 
 
+def test_the_model_is_found_by_its_id(client) -> None:
+    assert client.models.retrieve("tiny") == client.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="org/other"):
+        client.models.retrieve("org/other")
+
+
 def test_token_ids_are_prompts_too(client, offline) -> None:
     ids = [o.prompt_token_ids for o in offline]
     one = client.completions.create(model="tiny", prompt=ids[1], **PARAMS)

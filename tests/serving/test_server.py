@@ -106,6 +106,18 @@ def test_cross_origin_calls_only_from_where_allowed(small: RunningServer, server
     assert ask(server, "/health", Origin="https://a.example")[1]["Access-Control-Allow-Origin"] is None
 
 
+@pytest.mark.serve
+def test_more_choices_than_can_ever_be_open_are_400(small: RunningServer) -> None:
+    """429 sends a client to try again, which can't help."""
+    key = {"Authorization": "Bearer secret"}
+    status, _, body = ask(small, "/v1/completions", {"prompt": "x", "n": 4}, **key)
+    error = json.loads(body)["error"]
+    assert (status, error["param"], error["code"]) == (400, "n", "too_many_choices")
+    assert error["message"] == "n=4: a request may have 3 choices at most (max_num_seqs=2 and max_queue=1)"
+    assert ask(small, "/v1/completions", {"prompt": ["x"] * 4}, **key)[0] == 400
+    assert ask(small, "/v1/completions", {"prompt": "x", "n": 3, "max_tokens": 2}, **key)[0] == 200
+
+
 def _values(metrics: str) -> str:
     return "\n".join(line for line in metrics.splitlines() if not line.startswith("#"))
 
