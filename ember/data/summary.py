@@ -247,6 +247,14 @@ def _facts(s: JobSummary) -> list[tuple[str, str]]:
         ("tokens", f"{s.num_prompt_tokens:,} prompt, {s.num_output_tokens:,} output"),
         *([("this attempt", f"{s.num_output_tokens_new:,} output tokens; what follows is its own")] if resumed else []),
         ("speed", f"{s.tokens_per_s:,.1f} output tokens/s"),
+        *(_engine_facts(s) if s.num_steps else [("time", f"{s.duration_s:,.1f} s + loading {s.load_s:,.1f} s")]),
+        *_settings(s.settings),
+    ]
+
+
+def _engine_facts(s: JobSummary) -> list[tuple[str, str]]:
+    """What only an engine in this job's own hands can tell."""
+    return [
         ("time", f"{s.duration_s:,.1f} s in {s.num_steps:,} steps ({s.engine_s:,.1f} s) + loading {s.load_s:,.1f} s"),
         ("KV blocks", f"at most {s.peak_blocks_used:,} of {s.blocks_total:,} used, block_size {s.block_size}"),
         ("KV slots", f"{s.mean_kv_utilization:.1%} of used blocks filled, at most {s.peak_kv_utilization:.1%}"),
@@ -254,7 +262,6 @@ def _facts(s: JobSummary) -> list[tuple[str, str]]:
         ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again{_percent(s)}"),
         *([("prefix cache", _prefix_cache(s))] if s.prefix_hit_tokens else []),
         *([] if s.acceptance_rate is None else [("speculation", _speculation(s))]),
-        *_settings(s.settings),
     ]
 
 

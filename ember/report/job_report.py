@@ -73,7 +73,8 @@ def job_page(results: JobResults, values: Values, pictures: list[Picture]) -> Pa
     page.heading("Over time, and how rows are distributed")
     page.pictures(pictures)
     page.heading("Numbers")
-    page.facts((m.label, written(values[m.key], m.unit), m.meaning) for m in measures_of(results))
+    shown = (m for m in measures_of(results) if len(results.steps) or values[m.key] is not None)
+    page.facts((m.label, written(values[m.key], m.unit), m.meaning) for m in shown)
     _attempts(page, results)
     _errors(page, results)
     _samples(page, results)
@@ -90,7 +91,7 @@ def headline(results: JobResults, values: Values) -> str:
     """The job in two sentences."""
     show = {m.key: written(values[m.key], m.unit) for m in MEASURES}
     status = results.summary.get("status", "unfinished")
-    speed = "tokens/s in steps" if len(results.steps) else "tokens/s"
+    speed = "tokens/s at work" if len(results.steps) else "tokens/s"
     done = (
         f"{results.manifest.facts.get('model', 'model')}, {status}: {show['num_rows']} rows "
         f"({show['num_errors']} with an error), {show['num_output_tokens']} output tokens in {show['duration_s']}: "

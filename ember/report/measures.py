@@ -122,10 +122,10 @@ def _quantiles(name: str, label: str, meaning: str) -> list[Measure]:
 MEASURES: tuple[Measure, ...] = (
     Measure(
         key="tokens_per_s",
-        label="output tokens/s in steps",
+        label="output tokens/s at work",
         unit=Unit.RATE,
         meaning="output tokens of all rows per second from the first step to the last, of each attempt and shard; the "
-        "`speed` that a job prints is lower: it also counts the time before and after; without steps, it is that speed",
+        "`speed` that a job prints is lower: it also counts the time before and after; without steps it is that speed",
         of=lambda rows, steps: ratio(rows.sum("num_output_tokens"), work_s(steps)),
         more_is_better=True,
         sql=f"select (select sum(num_output_tokens) from rows) / {_SPAN}",
@@ -273,5 +273,7 @@ _OF_SUMMARY = {
         meaning="output tokens per second of `time`, by summary.json, as the job printed it",
         sql="",
     ),
-    "duration_s": replace(BY_KEY["duration_s"], meaning="at work, by summary.json, added up over attempts", sql=""),
+    "duration_s": replace(
+        BY_KEY["duration_s"], meaning="by summary.json, after loading, added up over attempts", sql=""
+    ),
 }

@@ -24,7 +24,7 @@ COLUMNS = (
 )
 _IF_ANY = ("num_preemptions", "num_recomputed_tokens", "hit_rate")
 _SHORT = {
-    "tokens_per_s": "tokens/s in steps",
+    "tokens_per_s": "tokens/s at work",
     "mean_running": "running",
     "peak_kv_use": "peak KV",
     "mean_kv_use": "mean KV",

@@ -231,7 +231,7 @@ def test_groups_that_may_differ_are_counted(sweep: Path, tmp_path: Path, monkeyp
 def test_tokens_per_second_are_named_by_what_they_count(sweep: Path) -> None:
     """The table in the terminal counts a job's whole time, the page its steps: one name for both misled."""
     page = unescape((sweep / "report" / "report.html").read_text(encoding="utf-8"))
-    assert ">tokens/s in steps<" in page and "the `speed` that a job prints is lower" in page
+    assert ">tokens/s at work<" in page and "the `speed` that a job prints is lower" in page
 
 
 def test_inspecting_a_sweep_points_to_report(sweep: Path, capsys: pytest.CaptureFixture) -> None:

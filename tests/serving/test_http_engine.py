@@ -44,11 +44,13 @@ def rows(output: str) -> list[dict]:
     "sampling",
     [["sampling.max_tokens=16"], ["sampling=creative", "sampling.n=3", "sampling.max_tokens=24", "seed=5", "limit=8"]],
 )
-def test_rows_are_those_of_a_local_job(server: RunningServer, sampling: list[str]) -> None:
-    """Seeds, sample numbers and stop reasons must survive the way over the wire."""
+def test_rows_are_those_of_a_local_job(server: RunningServer, sampling: list[str], capsys) -> None:
+    """Seeds, sample numbers and stop reasons must survive the way over the wire; of the cache nothing is known."""
     words = [f"data={PROMPTS}", "progress=false", *sampling]
     assert main([*words, "output=far", "engine=http", f"base_url={server.url}/v1"]) == 0
+    assert "KV blocks" not in capsys.readouterr().out
     assert main([*words, "output=near"]) == 0
+    assert "KV blocks" in capsys.readouterr().out
     own = {"num_cached_tokens", "num_preemptions", "queue_s", "ttft_s", "latency_s"}
     far, near = ([{k: v for k, v in row.items() if k not in own} for row in rows(name)] for name in ("far", "near"))
     assert far == near
