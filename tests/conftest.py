@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,6 +60,16 @@ class NoSilentSkips:
             terminalreporter.section("skips that CI does not expect (tests/conftest.py)")
             for line in self.unexpected:
                 terminalreporter.write_line(line)
+
+
+@pytest.fixture(autouse=True)
+def no_log_file_of_another_test() -> Iterator[None]:
+    """A job that ran in this process leaves a handler whose folder is soon gone: whoever logs next would fail."""
+    before = list(logging.root.handlers)
+    yield
+    for handler in [h for h in logging.root.handlers if isinstance(h, logging.FileHandler) and h not in before]:
+        logging.root.removeHandler(handler)
+        handler.close()
 
 
 def pytest_configure(config: pytest.Config) -> None:
