@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ember.checks import json_kind
 from ember.data.text import RowError, is_encodable
 from ember.errors import UserError
 from ember.model.conversation import Conversation
@@ -27,7 +28,7 @@ def checked_prompt(value: Any, name: str) -> str | list[int]:
         return checked_text(_decoded(value, name), name)
     if value is None:
         raise RowError(f"{name} is null")
-    raise RowError(f"{name} is {_what(value)}, not text")
+    raise RowError(f"{name} is {json_kind(value)}, not text")
 
 
 def checked_text(text: str, name: str) -> str:
@@ -60,7 +61,7 @@ def _checked_token_ids(value: list[Any], name: str) -> list[int]:
         raise RowError(f"{name} is an empty list: {_NOTHING}")
     for position, token in enumerate(value):
         if isinstance(token, bool) or not isinstance(token, int):
-            raise RowError(f"{name} is a list, but item {position} is {_what(token)}, not a token id")
+            raise RowError(f"{name} is a list, but item {position} is {json_kind(token)}, not a token id")
         if not 0 <= token <= MAX_TOKEN_ID:
             raise RowError(f"{name} is a list, but item {position} is out of a token id's range")
     return value
@@ -71,18 +72,3 @@ def _decoded(value: bytes, name: str) -> str:
         return value.decode()
     except UnicodeDecodeError:
         raise RowError(f"{name} is not UTF-8 text") from None
-
-
-def _what(value: Any) -> str:
-    """What a value is, in JSON's words."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, list):
-        return "a list"
-    if isinstance(value, str):
-        return "text"
-    return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ember.checks import MAX_DEPTH, too_deep
+from ember.checks import MAX_DEPTH, json_kind, too_deep
 from ember.errors import UserError
 from ember.model.json_file import show
 
@@ -37,7 +37,7 @@ class Conversation:
         if isinstance(value, str):
             value = _from_json(value, name)
         if not isinstance(value, (list, tuple)):
-            raise UserError(f"{name} is {_kind(value)}, not a list of messages")
+            raise UserError(f"{name} is {json_kind(value)}, not a list of messages")
         if not value:
             raise UserError(f"{name} is an empty list: there is nothing to answer")
         if too_deep([*value]):
@@ -82,7 +82,7 @@ def _from_json(text: str, name: str) -> Any:
 
 def _message(item: Any, name: str) -> dict[str, Any]:
     if not isinstance(item, dict):
-        raise UserError(f"{name} is {_kind(item)}, not an object with role and content")
+        raise UserError(f"{name} is {json_kind(item)}, not an object with role and content")
     message = {key: value for key, value in item.items() if value is not None}
     role = message.get("role")
     if role is None:
@@ -100,7 +100,7 @@ def _content(value: Any, name: str) -> str:
     if isinstance(value, str):
         return value
     if not isinstance(value, (list, tuple)):
-        raise UserError(f"{name} is {_kind(value)}, not text")
+        raise UserError(f"{name} is {json_kind(value)}, not text")
     return "\n".join(_part(part, f"{name}[{i}]") for i, part in enumerate(value))
 
 
@@ -108,22 +108,7 @@ def _part(part: Any, name: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
-        raise UserError(f"{name} is {_kind(part)}, not an object with type and text")
+        raise UserError(f"{name} is {json_kind(part)}, not an object with type and text")
     if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
         raise UserError(f"{name} is of type {show(part.get('type'))}; only parts with text are supported")
     return str(part["text"])
-
-
-def _kind(value: Any) -> str:
-    """What a value is, in JSON's words."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "a boolean"
-    if isinstance(value, (int, float)):
-        return "a number"
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, (list, tuple)):
-        return "a list"
-    return "an object" if isinstance(value, dict) else f"a {type(value).__name__}"
