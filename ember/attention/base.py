@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Protocol
 
 import torch
 
 from ember.cache.kv_pool import KVLayer
-from ember.errors import ConfigError
 
 
 @dataclass(slots=True)
@@ -63,31 +60,6 @@ _BACKENDS = {
     "batched": ("ember.attention.batched", "BatchedAttention"),
     "triton": ("ember.attention.triton", "TritonAttention"),
 }
-
-
-def resolve_attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend that a setting means; `auto` is the fastest there is for the device and dtype.
-
-    Raises:
-        ConfigError: the backend does not run there.
-    """
-    fits_cpu = device.type == "cpu" and dtype == torch.float32
-    if name == "cpu" and not fits_cpu:
-        raise ConfigError("attention", name, f"runs on a CPU in float32, not on {device.type} in {dtype}; use auto")
-    if name == "triton":
-        _check_triton(device)
-    if name == "auto":
-        return "cpu" if fits_cpu else "batched"
-    return name
-
-
-def _check_triton(device: torch.device) -> None:
-    interpreted = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "y", "on")
-    if device.type != "cuda" and not (interpreted and device.type == "cpu"):
-        what = "runs on CUDA (on a CPU only in Triton's slow interpreter, with TRITON_INTERPRET=1 set)"
-        raise ConfigError("attention", "triton", f"{what}, not on {device.type}; use auto")
-    if find_spec("triton") is None:
-        raise ConfigError("attention", "triton", "needs Triton: pip install 'ember-batch[triton]'")
 
 
 def make_backend(name: str, kv_dtype: torch.dtype) -> AttentionBackend:

@@ -6,9 +6,9 @@
     splits   a long context is shared out to several programs, whose parts are joined in order (Flash-Decoding)
 
 Queries that decode come one a sequence, so their tiles hold one token each and their contexts are split; prompts come
-in tiles of many tokens and are not. int8 K/V are multiplied by their scales in the kernel: a score by its key's, a
-weight by its value's. Under `TRITON_INTERPRET=1` all of this runs on a CPU, slowly; so it is tested. It has not been
-timed on a GPU.
+in tiles of many tokens and are not. int8 and fp8 K/V are multiplied by their scales in the kernel: a score by its
+key's, a weight by its value's. Products of float32 are three of TF32 each, which lose about as little. Under
+`TRITON_INTERPRET=1` all of this runs on a CPU, slowly; so it is tested. It has not been timed on a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ember.attention.base import AttentionMetadata
-from ember.cache.kv_pool import KVLayer
+from ember.cache.kv_pool import LARGEST, KVLayer
 
 try:  # an extra, looked for where the setting is resolved
     import triton
@@ -96,7 +96,7 @@ def _attend(
         lane = tl.max_contiguous(slot // LANES * LANES * WIDTH + slot % LANES, LANES)  # TILE is a multiple of LANES
         key_at = tl.multiple_of(lane, LANES)[None, :] + dims[:, None] * LANES
         keys = tl.load(k + key_at, mask=whole[None, :] & is_dim[:, None], other=0.0)
-        scores = tl.dot(queries, keys.to(KIND), input_precision="ieee").to(tl.float32) * scale
+        scores = tl.dot(queries, keys.to(KIND), input_precision="tf32x3").to(tl.float32) * scale
         if SCALED:
             scores = scores * tl.load(k_scale + slot, mask=inside, other=0.0)[None, :]
         seen = (p[None, :] <= last_seen[:, None]) & (p[None, :] > last_seen[:, None] - window) & inside[None, :]
@@ -105,7 +105,7 @@ def _attend(
         if SCALED:
             weights = weights * tl.load(v_scale + slot, mask=inside, other=0.0)[None, :]
         new = tl.load(v + slot[:, None] * WIDTH + dims[None, :], mask=inside[:, None] & is_dim[None, :], other=0.0)
-        values = values * shrink[:, None] + tl.dot(weights.to(KIND), new.to(KIND), input_precision="ieee")
+        values = values * shrink[:, None] + tl.dot(weights.to(KIND), new.to(KIND), input_precision="tf32x3")
     part = row * SPLITS + split
     if SPLITS == 1:
         values = values / tl.where(real, total, 1.0)[:, None]
@@ -142,15 +142,28 @@ def _join(
     tl.store(out + row * DIM + dims, (values / total).to(out.dtype.element_ty), mask=dims < DIM)
 
 
+@jit
+def _shrink(x, largest, INTEGERS: tl.constexpr):
+    """Rows of x as steps of a scale a row, largest at most, and the scales; rounded to integers or e4m3 (see `FP8`)."""
+    scale = tl.max(tl.abs(x), 1) / largest
+    steps = x / tl.where(scale > 0, scale, 1.0)[:, None]
+    if INTEGERS:
+        rounder = 12582912.0  # adding 1.5 * 2^23 leaves no fraction
+    else:  # and 1.5 * 2^20 times a number's own power of two, of its mantissa 3 bits
+        power = tl.maximum(steps.to(tl.int32, bitcast=True) & 0x7F800000, (127 - 6) << 23)
+        rounder = (power + (20 << 23) + (1 << 22)).to(tl.float32, bitcast=True)
+    return steps + rounder - rounder, scale
+
+
 # fmt: off
 @jit
 def _store(
     k, v, slots, to_k, to_v, k_scale, v_scale, k_stride, v_stride, kv_heads, count,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, SCALED: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr, LARGEST: tl.constexpr,
     DIMS: tl.constexpr, TOKENS: tl.constexpr,
 ):
     # fmt: on
-    """One head's keys and values of some tokens into their slots; with scales, as int8 and largest / 127."""
+    """One head's keys and values of some tokens into their slots; with scales if there is a largest number to store."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     dims = tl.arange(0, DIMS)
     real = token < count
@@ -159,14 +172,11 @@ def _store(
     slot = (flat // SLOTS * kv_heads + head) * SLOTS + flat % SLOTS
     key = tl.load(k + token[:, None] * k_stride + head * DIM + dims[None, :], mask=kept, other=0.0)
     value = tl.load(v + token[:, None] * v_stride + head * DIM + dims[None, :], mask=kept, other=0.0)
-    if SCALED:
-        key, value = key.to(tl.float32), value.to(tl.float32)
-        key_scale, value_scale = tl.max(tl.abs(key), 1) / 127.0, tl.max(tl.abs(value), 1) / 127.0
+    if LARGEST > 0:
+        key, key_scale = _shrink(key.to(tl.float32), LARGEST, to_k.dtype.element_ty == tl.int8)
+        value, value_scale = _shrink(value.to(tl.float32), LARGEST, to_k.dtype.element_ty == tl.int8)
         tl.store(k_scale + slot, key_scale, mask=real)
         tl.store(v_scale + slot, value_scale, mask=real)
-        rounder = 12582912.0  # adding 1.5 * 2^23 leaves no fraction
-        key = key / tl.where(key_scale > 0, key_scale, 1.0)[:, None] + rounder - rounder
-        value = value / tl.where(value_scale > 0, value_scale, 1.0)[:, None] + rounder - rounder
     key_at = (slot // LANES * LANES * WIDTH + slot % LANES)[:, None] + dims[None, :] * LANES
     tl.store(to_k + key_at, key.to(to_k.dtype.element_ty), mask=kept)
     tl.store(to_v + slot[:, None] * WIDTH + dims[None, :], value.to(to_v.dtype.element_ty), mask=kept)
@@ -233,7 +243,7 @@ def _write(k: torch.Tensor, v: torch.Tensor, layer: KVLayer, slots: torch.Tensor
         WIDTH=shape.width,
         SLOTS=shape.block_size,
         LANES=shape.lanes,
-        SCALED=shape.dtype == torch.int8,
+        LARGEST=LARGEST.get(shape.dtype, 0.0),
         DIMS=_power_of_two(shape.head_dim),
         TOKENS=STORED_TOGETHER,
     )
@@ -273,7 +283,7 @@ def _run(
         WIDTH=shape.width,
         SLOTS=shape.block_size,
         LANES=shape.lanes,
-        SCALED=shape.dtype == torch.int8,
+        SCALED=shape.scaled,
         ROWS=max(FEWEST_ROWS, _power_of_two(tiles.most * group)),
         DIMS=dims,
         TILE=TILE,

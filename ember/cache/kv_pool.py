@@ -7,13 +7,15 @@
 
 A head's slots of a block lie together: attention reads one straight run of memory a head. Keys lie the other way round
 within groups of 8 slots (`lanes`; 1 where the block size is no multiple of 8), so that the scores of 8 neighbouring
-slots are the lanes of a vector, each summed over head_dim in the same order. In int8, every head's key and value of a
-slot has a scale of its own: its largest number is 127 of them.
+slots are the lanes of a vector, each summed over head_dim in the same order. In int8 and fp8 (e4m3), every head's key
+and value of a slot has a scale of its own: its largest number is 127 of them, or 448.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -23,6 +25,18 @@ from ember.huge_pages import zeros
 
 LANES = 8
 """Numbers in a vector of the CPU kernel."""
+
+FP8 = torch.float8_e4m3fn
+"""4 bits of exponent, 3 of mantissa, up to 448 (Micikevicius et al., arXiv:2209.05433)."""
+
+LARGEST: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, FP8: 448.0})
+"""The dtypes that are stored with scales, and the number that a vector's largest becomes."""
+
+
+def stored_dtype(name: str) -> torch.dtype:
+    """The dtype of a pool that a setting names."""
+    dtype: torch.dtype = FP8 if name == "fp8" else getattr(torch, name)
+    return dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,9 +60,14 @@ class KVShape:
         return LANES if self.block_size % LANES == 0 else 1
 
     @property
+    def scaled(self) -> bool:
+        """Whether every vector has a scale."""
+        return self.dtype in LARGEST
+
+    @property
     def bytes_per_block(self) -> int:
         """Bytes of K and V of `block_size` tokens over all layers, scales too."""
-        slot = self.width * self.dtype.itemsize + (torch.float32.itemsize if self.dtype == torch.int8 else 0)
+        slot = self.width * self.dtype.itemsize + (torch.float32.itemsize if self.scaled else 0)
         return 2 * self.n_layer * self.n_kv_head * self.block_size * slot
 
 
@@ -58,7 +77,7 @@ class KVLayer:
     Attributes:
         k: [num_blocks, n_kv_head, block_size / lanes, width, lanes].
         v: [num_blocks, n_kv_head, block_size, width].
-        k_scale, v_scale: [num_blocks, n_kv_head, block_size] float32 in int8, else empty.
+        k_scale, v_scale: [num_blocks, n_kv_head, block_size] float32 in int8 and fp8, else empty.
     """
 
     def __init__(self, shape: KVShape, num_blocks: int, device: torch.device) -> None:
@@ -66,33 +85,33 @@ class KVLayer:
         heads, slots, width, lanes = shape.n_kv_head, shape.block_size, shape.width, shape.lanes
         self.k = _zeros((num_blocks, heads, slots // lanes, width, lanes), shape.dtype, device)
         self.v = _zeros((num_blocks, heads, slots, width), shape.dtype, device)
-        scales = (num_blocks if shape.dtype == torch.int8 else 0, heads, slots)
+        scales = (num_blocks if shape.scaled else 0, heads, slots)
         self.k_scale, self.v_scale = (torch.zeros(scales, device=device) for _ in range(2))
 
     def write(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Store new K/V, each [T, n_kv_head, head_dim], at flat slot numbers [T] (block * block_size + offset)."""
         blocks, offsets, dim = slots // self.shape.block_size, slots % self.shape.block_size, self.shape.head_dim
-        if self.shape.dtype == torch.int8:
-            k, self.k_scale[blocks, :, offsets] = quantise(k)
-            v, self.v_scale[blocks, :, offsets] = quantise(v)
+        if self.shape.scaled:
+            k, self.k_scale[blocks, :, offsets] = quantise(k, self.shape.dtype)
+            v, self.v_scale[blocks, :, offsets] = quantise(v, self.shape.dtype)
         lanes = self.shape.lanes
         self.k[blocks, :, offsets // lanes, :dim, offsets % lanes] = k.to(self.shape.dtype)
         self.v[blocks, :, offsets, :dim] = v.to(self.shape.dtype)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]; int8 as float32."""
+        """K and V at flat slot numbers of any shape [...], each [..., n_kv_head, head_dim]; int8 and fp8 as float32."""
         blocks, offsets, dim = slots // self.shape.block_size, slots % self.shape.block_size, self.shape.head_dim
         lanes = self.shape.lanes
         k, v = self.k[blocks, :, offsets // lanes, :dim, offsets % lanes], self.v[blocks, :, offsets, :dim]
-        if self.shape.dtype == torch.int8:
-            k = k * self.k_scale[blocks, :, offsets][..., None]
-            v = v * self.v_scale[blocks, :, offsets][..., None]
+        if self.shape.scaled:
+            k = k.float() * self.k_scale[blocks, :, offsets][..., None]
+            v = v.float() * self.v_scale[blocks, :, offsets][..., None]
         return k, v
 
     def copy_block(self, source: int, destination: int) -> None:
         """Overwrite a block with another one."""
         for tensor in (self.k, self.v, self.k_scale, self.v_scale):
-            if len(tensor):  # scales are empty but in int8
+            if len(tensor):  # scales may be empty
                 tensor[destination] = tensor[source]
 
 
@@ -100,11 +119,11 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return zeros(shape, dtype) if device.type == "cpu" else torch.zeros(shape, dtype=dtype, device=device)
 
 
-def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors [..., n] as int8 and a scale [...] each: x is about int8 * scale."""
-    scale = x.float().abs().amax(-1) / 127.0
+def quantise(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors [..., n] as int8 or fp8 and a scale [...] each: x is about stored * scale."""
+    scale = x.float().abs().amax(-1) / LARGEST[dtype]
     steps = x.float() / scale[..., None].where(scale[..., None] > 0, 1.0)
-    return steps.round().to(torch.int8), scale
+    return (steps.round() if dtype == torch.int8 else steps).to(dtype), scale
 
 
 class KVPool:

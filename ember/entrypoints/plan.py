@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ember.attention.base import resolve_attention
-from ember.cache.kv_pool import KVShape, num_blocks_for
+from ember.attention.choice import check_pool, resolve_attention
+from ember.cache.kv_pool import FP8, KVShape, num_blocks_for, stored_dtype
 from ember.config import EngineConfig
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
@@ -71,6 +71,8 @@ class EnginePlan:
 
             check_weights(config.weights, device, dtype)
         attention = resolve_attention(config.attention, device, dtype)
+        kv_dtype = dtype if config.kv_dtype == "auto" else stored_dtype(config.kv_dtype)
+        check_pool(attention, kv_dtype, device)
         inexact = why_not_exact(device, dtype, config.weights, attention)
         require_exact(config.deterministic, inexact)
         max_model_len = _max_model_len(config.max_model_len, network.max_position)
@@ -79,7 +81,7 @@ class EnginePlan:
             n_kv_head=network.n_kv_head,
             head_dim=network.head_dim,
             block_size=config.block_size,
-            dtype=dtype if config.kv_dtype == "auto" else getattr(torch, config.kv_dtype),
+            dtype=kv_dtype,
         )
         num_blocks = num_blocks_for(
             config.pool_size,
@@ -180,8 +182,8 @@ class EnginePlan:
 
     @property
     def kv_dtype_name(self) -> str:
-        """The pool's dtype as in the settings: float32, bfloat16, float16 or int8."""
-        return str(self.kv_shape.dtype).removeprefix("torch.")
+        """The pool's dtype as in the settings: float32, bfloat16, float16, int8 or fp8."""
+        return "fp8" if self.kv_shape.dtype == FP8 else str(self.kv_shape.dtype).removeprefix("torch.")
 
 
 def _model_files(folder: Path) -> list[Path]:

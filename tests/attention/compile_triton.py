@@ -56,16 +56,15 @@ def instructions(compiled) -> str:
 
 
 def main() -> None:
-    """Decoding and a prompt, over a bfloat16 and an int8 pool."""
+    """Decoding and a prompt, over each kind of pool."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--arch", type=int, default=90)
     arch = parser.parse_args().arch
-    for pool in ("*bf16", "*i8"):
-        scaled = {"SCALED": pool == "*i8"}
+    for pool, largest in (("*bf16", 0.0), ("*i8", 127.0), ("*fp8e4nv", 448.0)):
         for name, shape in (("decode", {"ROWS": 16, "SPLITS": 4}), ("prompt", {"ROWS": 64, "SPLITS": 1})):
-            constants = {**POOL, **scaled, **shape, "GROUP": 4, "TILE": backend.TILE, "KIND": tl.bfloat16}
+            constants = {**POOL, **shape, "SCALED": largest > 0, "GROUP": 4, "TILE": backend.TILE, "KIND": tl.bfloat16}
             print(name, pool, instructions(compile_for(arch, backend._attend, "*bf16", pool, **constants)))
-        constants = {**POOL, **scaled, "TOKENS": backend.STORED_TOGETHER}
+        constants = {**POOL, "LARGEST": largest, "TOKENS": backend.STORED_TOGETHER}
         print("store", pool, instructions(compile_for(arch, backend._store, "*bf16", pool, **constants)))
     print("join", instructions(compile_for(arch, backend._join, "*bf16", "*bf16", DIM=64, DIMS=64, SPLITS=4)))
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ember.attention import batched
-from ember.attention.base import AttentionMetadata, make_backend, resolve_attention
+from ember.attention.base import AttentionMetadata, make_backend
+from ember.attention.choice import resolve_attention
 from ember.cache.kv_pool import KVLayer, KVShape
 from ember.errors import ConfigError
 

@@ -12,14 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ember.attention.base import make_backend, resolve_attention
+from ember.attention.base import make_backend
+from ember.attention.choice import check_pool, resolve_attention
+from ember.cache.kv_pool import FP8
 from ember.errors import ConfigError
 from tests.attention.test_backends import SEQUENCES, Case
 
 pytestmark = pytest.mark.triton
 CPU = torch.device("cpu")
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install '.[triton]'")
-ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 2**-7, torch.int8: 1e-5}
+ROUNDING = {torch.float16: 1e-3, torch.bfloat16: 2**-7, torch.int8: 1e-5, FP8: 1e-5}
 """Steps between stored numbers; a float is cut to bfloat16 in the interpreter, where a GPU rounds it."""
 
 
@@ -88,9 +90,23 @@ def test_what_it_needs_is_said_at_the_start(monkeypatch):
     with pytest.raises(ConfigError, match=r"attention=triton: .*not on cpu; use auto"):
         resolve_attention("triton", CPU, torch.float32)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr("ember.attention.base.find_spec", lambda name: None)
+    monkeypatch.setattr("ember.attention.choice.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"ember-batch\[triton\]"):
         resolve_attention("triton", CPU, torch.float32)
+
+
+def test_fp8_is_refused_where_nothing_reads_it(monkeypatch):
+    """An older GPU would fail in the compiler, the CPU's kernel in numba, both after the model was loaded."""
+    for name in ("reference", "batched", "triton"):
+        check_pool(name, FP8, CPU)
+    with pytest.raises(ConfigError, match="kv_dtype=fp8: attention=cpu has no such pool; use int8"):
+        check_pool("cpu", FP8, CPU)
+    with pytest.raises(ConfigError, match="kv_dtype=fp8: mps has no such numbers"):
+        check_pool("batched", FP8, torch.device("mps"))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match=r"8\.9 or more, this one has 8\.0; use int8"):
+        check_pool("triton", FP8, torch.device("cuda"))
+    check_pool("triton", torch.int8, torch.device("cuda"))
 
 
 @needs_triton
@@ -109,7 +125,7 @@ def test_the_kernels_compile_for_a_gpu():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     kernels = [line for line in done.stdout.splitlines() if line.startswith(("decode", "prompt"))]
-    assert len(kernels) == 4
+    assert len(kernels) == 6
     for line in kernels:
         assert "mma" in line
         assert "cp.async" in line

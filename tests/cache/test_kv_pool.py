@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ember.cache.kv_pool import KVPool, KVShape, num_blocks_for
+from ember.cache.kv_pool import FP8, KVPool, KVShape, num_blocks_for
 from ember.errors import UserError
 from tests.fakes import CPU
 
@@ -32,7 +32,7 @@ def test_bytes_per_block():
     assert shape(4, torch.int8).bytes_per_block == 2 * 2 * 3 * (8 + 4) * 4  # and a float32 scale
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FP8], ids=str)
 def test_pool_takes_the_bytes_it_says(dtype):
     """The tensors of a pool must be as big as `bytes_per_block` promises."""
     pool = KVPool(shape(16, dtype), 7, CPU)
@@ -63,10 +63,11 @@ def test_a_slot_is_block_times_size_plus_offset(block_size):
     assert int(layer.k.count_nonzero()) == k.numel()
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
 @pytest.mark.parametrize("block_size", [3, 16])
-def test_int8_keeps_a_vector_within_half_a_step(block_size):
+def test_a_scaled_vector_is_kept_within_half_a_step(block_size, dtype):
     """A scale of another head or slot, or a zero vector that becomes not a number."""
-    layer = KVPool(shape(block_size, torch.int8), 2, CPU).layers[0]
+    layer = KVPool(shape(block_size, dtype), 2, CPU).layers[0]
     k, v = (
         torch.randn(2, 4, 3, 5, generator=torch.Generator().manual_seed(0))
         * torch.tensor([1e-3, 1, 50, 0])[:, None, None]
@@ -74,7 +75,8 @@ def test_int8_keeps_a_vector_within_half_a_step(block_size):
     slots = torch.tensor([5, 0, 3, 2])
     layer.write(k, v, slots)
     for stored, x in zip(layer.gather(slots), (k, v), strict=True):
-        step = x.abs().amax(-1, keepdim=True) / 127
+        largest = x.abs().amax(-1, keepdim=True)
+        step = largest / 127 if dtype == torch.int8 else torch.maximum(x.abs() / 8, largest / 448 / 512)
         assert bool(((stored - x).abs() <= step * 0.501).all())
 
 
@@ -127,7 +129,7 @@ def test_a_pool_beyond_the_memory_is_one_line(pool_size):
         count(pool_size)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, FP8], ids=str)
 def test_a_copied_block_is_the_same_in_all_layers(dtype):
     """A copy on write that forgets a layer, the values or the scales of int8."""
     pool = KVPool(shape(8, dtype), 4, CPU)
