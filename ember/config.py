@@ -241,7 +241,7 @@ class JobConfig(EngineConfig):
         for key in _FLAGS:
             boolean(key, getattr(self, key))
         if self.calibrate and not self.plan:
-            raise ConfigError("calibrate", "true", "belongs to a plan: ember plan calibrate=true, or plan=true")
+            raise ConfigError("calibrate", True, "belongs to a plan: ember plan calibrate=true, or plan=true")
         if not isinstance(self.progress, bool) and self.progress != JSON_LINES:
             raise ConfigError("progress", self.progress, f"must be true, false or {JSON_LINES}")
         _check_shard(self.shard, self.num_shards)

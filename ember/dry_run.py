@@ -15,6 +15,7 @@ from ember.entrypoints.job_plan import JobPlan
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError
 from ember.model.conversation import Conversation
+from ember.model.weights import load_weights
 from ember.request import row_params
 
 ROWS_SHOWN = 5
@@ -23,14 +24,16 @@ _TOKENS_SHOWN = 20
 
 
 def show_plan(config: JobConfig, plan: JobPlan, reader: PromptReader) -> None:
-    """Print the resolved job. Nothing is computed, no file of `output` is touched, no weights are read.
+    """Print the resolved job. Nothing is computed, no file of `output` is touched, of weights headers only.
 
     Raises:
-        UserError: the job would be refused for what its `output` holds.
+        UserError: the job would be refused for what its `output` holds, or the weights do not fit the model's config.
     """
     folder = None if config.output is None else OutputFolder(config.output, config.shard, config.num_shards)
     work = None if folder is None else foresee(config, plan, reader, folder)
     if isinstance(plan, EnginePlan):
+        with plan.folder.blamed():
+            load_weights(plan.folder.path, plan.network.weight_layout, dtype=plan.dtype, device=plan.device)
         show_engine(config, plan)
     else:
         print("".join(f"{key:<12}{value}\n" for key, value in plan.settings().items()), end="")

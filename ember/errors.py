@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -20,11 +21,24 @@ class ConfigError(UserError):
 
     def __init__(self, key: str, value: Any, allowed: str) -> None:
         self.key, self.value, self.allowed = key, value, allowed
-        super().__init__(f"{key}={value}: {allowed}")
+        super().__init__(f"{key}={_shown(value)}: {allowed}")
 
     def under(self, parent: str) -> ConfigError:
         """The same error with its key placed below `parent`."""
         return ConfigError(f"{parent}.{self.key}", self.value, self.allowed)
+
+
+def _shown(value: Any) -> Any:
+    """As it is written in a setting. A text that reads like a number, null or a bool, or is empty, in quotes."""
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        is_plain = bool(value.strip()) and isinstance(json.loads(value), (dict, list))
+    except (ValueError, RecursionError):
+        is_plain = bool(value.strip())
+    return value if is_plain else json.dumps(value)
 
 
 class JobError(UserError):

@@ -26,7 +26,7 @@ from ember.entrypoints.admission import NO_TEMPLATE
 from ember.entrypoints.job_plan import JobPlan
 from ember.entrypoints.llm import LLM
 from ember.entrypoints.plan import EnginePlan
-from ember.errors import ConfigError
+from ember.errors import ConfigError, UserError
 from ember.interrupt import Interrupted, Interrupts
 from ember.planning.show import show_forecast
 from ember.recorder import Recorder
@@ -113,10 +113,18 @@ def _plan(config: JobConfig) -> JobPlan:
 
 
 def _check_chat(config: JobConfig, plan: EnginePlan) -> None:
-    """A job that asks for chat needs a template; a row that does, without one, is an error row."""
-    if plan.chat is None and (config.chat or config.messages_column is not None):
-        key, value = ("chat", "true") if config.chat else ("messages_column", config.messages_column)
+    """A job that asks for chat needs a template that can be read; a row that does, without one, is an error row."""
+    if not (config.chat or config.messages_column is not None or config.chat_template is not None):
+        return
+    key, value = ("chat", True) if config.chat else ("messages_column", config.messages_column)
+    if plan.chat is None:
         raise ConfigError(key, value, f"{plan.folder.name} {NO_TEMPLATE}")
+    try:
+        plan.chat.check()
+    except UserError as error:
+        if config.chat_template is not None:
+            key, value = "chat_template", config.chat_template
+        raise ConfigError(key, value, str(error)) from None
 
 
 def _read(config: JobConfig) -> PromptReader:
@@ -128,7 +136,7 @@ def _read(config: JobConfig) -> PromptReader:
 
 def _own_engine(plan: JobPlan) -> EnginePlan:
     if not isinstance(plan, EnginePlan):
-        raise ConfigError("plan", "true", "forecasts ember's own engine only; leave out engine=http")
+        raise ConfigError("plan", True, "forecasts ember's own engine only; leave out engine=http")
     return plan
 
 

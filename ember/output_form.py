@@ -48,7 +48,7 @@ def check_output_form(params: HasOutputForm) -> None:
     if len(given) > 1:
         raise ConfigError(given[1], getattr(params, given[1]), f"can't be set beside {given[0]}: one form an output")
     if given and params.ignore_eos:
-        raise ConfigError("ignore_eos", "true", f"can't be set beside {given[0]}: EOS is what ends such an output")
+        raise ConfigError("ignore_eos", True, f"can't be set beside {given[0]}: EOS is what ends such an output")
 
 
 def _schema(value: Any) -> Any:

@@ -57,6 +57,7 @@ class Recorder:
         self._folder, self._columns, self._counts, self._run_id = folder, columns, counts, run_id
         self._num_sampled = 0
         self._num_errors = 0
+        self._failed_rows: set[int] = set()  # of several samples: others may still fail
         self._load_s = 0.0
 
     def run(self, compute: Callable[[], bool], *, load_s: float) -> JobSummary:
@@ -114,11 +115,19 @@ class Recorder:
 
     def write(self, row: PromptRow, output: RequestOutput) -> None:
         """Take finished samples of a row, which go into one part; of `row` all but its prompt and sampling is used."""
-        self._num_errors += any(sample.error is not None for sample in output.outputs)
+        self._count_error(row, output)
         rows = [_completion_row(row, output, sample) for sample in output.outputs]
         self._completions.write(*rows)
         for written in rows:
             self._counts.add_sample(**{name: written[name] for name in KEY_COLUMNS})
+
+    def _count_error(self, row: PromptRow, output: RequestOutput) -> None:
+        """A row counts once, however many of its samples fail, at once or one after the other."""
+        if all(sample.error is None for sample in output.outputs) or row.row_index in self._failed_rows:
+            return
+        self._num_errors += 1
+        if output.num_samples > 1:
+            self._failed_rows.add(row.row_index)
 
     def steps(self, engine: int, stats: Sequence[StepStats], num_sampled: int) -> None:
         """Take the statistics of an engine's latest steps, in which it sampled that many tokens."""

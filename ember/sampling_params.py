@@ -117,7 +117,7 @@ class SamplingParams:
         if self.allowed_token_ids is not None:
             self.allowed_token_ids = token_ids("allowed_token_ids", self.allowed_token_ids)
             if not self.allowed_token_ids:
-                raise ConfigError("allowed_token_ids", "[]", "must name a token at least, or be null")
+                raise ConfigError("allowed_token_ids", [], "must name a token at least, or be null")
 
     def _check_draw(self) -> None:
         self.temperature = real("temperature", self.temperature, "must be a number >= 0")
@@ -145,12 +145,19 @@ class SamplingParams:
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ConfigError("early_stopping", self.early_stopping, "must be true, false or never")
         if self.beam_width is None:
+            self._check_without_beams()
             return
         self.beam_width = at_least("beam_width", self.beam_width, self.n, high=MOST_BEAMS)
         plain = SamplingParams()
         for key in (f.name for f in fields(self) if f.name not in _OF_BEAMS):
             if getattr(self, key) != getattr(plain, key):
                 raise ConfigError(key, getattr(self, key), "has no meaning with beam_width; remove one of the two")
+
+    def _check_without_beams(self) -> None:
+        if self.length_penalty != 1.0:
+            raise ConfigError("length_penalty", self.length_penalty, "has a meaning with beam_width only; set that too")
+        if self.early_stopping is not False:
+            raise ConfigError("early_stopping", self.early_stopping, "has a meaning with beam_width only; set that too")
 
     @property
     def num_sequences(self) -> int:
@@ -179,7 +186,7 @@ class SamplingParams:
         return bool(masks) or self.penalises
 
     def override(self, changes: dict[str, Any]) -> SamplingParams:
-        """These settings with a row's own on top.
+        """These settings with a row's own on top. Null sets nothing where it has no meaning, as in OpenAI's API.
 
         Raises:
             ConfigError: an unknown key or a value that is not allowed.
@@ -188,9 +195,16 @@ class SamplingParams:
         for key, value in changes.items():
             if key not in known:
                 raise ConfigError(key, value, f"no such sampling setting (there are: {', '.join(known)})")
+        changes = {key: value for key, value in changes.items() if value is not None or key not in _NEVER_NULL}
         if any(changes.get(key) is not None for key in OUTPUT_FORMS):  # a row's own form replaces the job's
             changes = {**dict.fromkeys(OUTPUT_FORMS), **changes}
         return replace(self, **changes)
+
+
+_NEVER_NULL = frozenset(f.name for f in fields(SamplingParams) if f.type in ("float", "int", "bool")) | {
+    "early_stopping"
+}
+"""Settings for which null is no value."""
 
 
 def _count(key: str, value: int | None) -> int | None:

@@ -208,3 +208,11 @@ def test_what_a_search_cannot_heed_is_refused(settings, key):
     """A setting that is silently left out of account."""
     with pytest.raises(ConfigError, match=f"^{key}="):
         SamplingParams(beam_width=4, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"length_penalty": 0.5}, {"early_stopping": True}, {"early_stopping": "never"}])
+def test_what_only_a_search_heeds_is_refused_without_one(settings):
+    """`length_penalty=2` did nothing and said nothing."""
+    with pytest.raises(ConfigError, match=f"^{next(iter(settings))}=.*beam_width"):
+        SamplingParams(**settings)
+    assert SamplingParams(beam_width=2, **settings).ranked

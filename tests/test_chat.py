@@ -117,6 +117,18 @@ def test_a_template_error_is_that_rows(tmp_path: Path) -> None:
     assert (rows[0]["finish_reason"], rows[1]["prompt"], summary.exit_code) == ("error", "Call me", 3)
 
 
+def test_a_template_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:
+    """A misspelt template failed row by row, all night."""
+    folder = chat_folder(tmp_path / "model", "{% for m in messages %}{{ m.content }}")
+    data = write(tmp_path / "a.jsonl", {"prompt": "x"})
+    with pytest.raises(UserError, match=r"^chat=true: the chat template says: .*endfor"):
+        job(folder, data, tmp_path / "out", chat=True)
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ messages[0].content")
+    with pytest.raises(UserError, match=rf"^chat_template={mine}: the chat template says: "):
+        job(folder, data, tmp_path / "out", chat=True, chat_template=str(mine))
+
+
 def test_openai_batch_of_chats_in_and_out(tmp_path: Path, folder: Path) -> None:
     """Lines of a chat batch came back as text completions, which clients can't read."""
     line = {

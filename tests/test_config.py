@@ -70,3 +70,10 @@ def test_chat_template_kwargs_are_json(value: object) -> None:
     """YAML makes a date of `date_string: 2024-07-26`: a traceback at the first row."""
     with pytest.raises(ConfigError, match="chat_template_kwargs="):
         EngineConfig(chat_template_kwargs=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", ["3", "null", "true", "", " "])
+def test_a_text_of_the_wrong_type_is_shown_as_one(value):
+    """`n=3: must be a whole number`: the 3 was text."""
+    assert str(ConfigError("n", value, "must be")) == f'n="{value}": must be'
+    assert str(ConfigError("data", "[1]", "must be")) == "data=[1]: must be"

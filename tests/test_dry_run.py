@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from ember.config import JobConfig
+from ember.config import JobConfig, ModelConfig
 from ember.errors import UserError
 from ember.job import run_job
+from ember.model.presets import TINY
 from ember.sampling_params import SamplingParams
 
 
@@ -126,3 +128,12 @@ def test_it_is_refused_as_the_job_would_be(say):
     }.items():
         with pytest.raises(UserError, match=words):
             say(dry_run=True, output=output)
+
+
+def test_weights_that_do_not_fit_are_refused(say, tmp_path):
+    """A dry run said yes to a model that the job then refused: a layer too many in config.json."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "n_layer": config["n_layer"] + 1}))
+    with pytest.raises(UserError, match=r"^model.path=.*the weights lack .*which config.json asks for"):
+        say(dry_run=True, model=ModelConfig(path=str(model)))

@@ -100,6 +100,15 @@ def test_errors_are_tried_again_sample_by_sample(prompts, tmp_path):
     assert (summary.num_rows_before, summary.num_output_tokens_new) == (2, 0)
 
 
+def test_samples_that_fail_one_after_the_other_are_one_error(tmp_path):
+    """Each of them counted for max_errors when they ran in turns, and ended the job."""
+    data = tmp_path / "one.jsonl"
+    data.write_text(json.dumps({"prompt": "Call me"}) + "\n")
+    impossible = {"n": 3, "max_tokens": 2, "repetition_penalty": 1e-38}
+    summary = run_job(job(data, tmp_path / "out", sampling=impossible, max_num_seqs=1, max_errors=1))
+    assert (summary.num_errors, summary.exit_code) == (3, 3)
+
+
 @pytest.mark.parametrize("sampling", [{"best_of": 5, "n": 2}, {"beam_width": 3, "n": 2, "temperature": 0.0}])
 def test_the_best_of_a_row_come_together(prompts, tmp_path, sampling):
     """A kill between two rows of one ranking: the rest would be ranked anew."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -184,6 +185,21 @@ def test_what_the_vocabulary_has_not_is_that_rows_error(llm, params, says):
     assert bad.error_kind == "bad_sampling"
     assert says in bad.error
     assert good.error is None
+
+
+def test_a_penalty_that_leaves_no_numbers_is_to_blame_itself(llm):
+    """Dividing by next to nothing gave infinite logits, and the row's error spoke of the network's."""
+    tiny = SamplingParams(repetition_penalty=1e-38, max_tokens=2)
+    (output,) = llm.generate(["Call me"], [tiny])
+    assert (output.error_kind, output.error.split(": ")[0]) == ("bad_sampling", "repetition_penalty=1e-38")
+
+
+def test_null_sets_nothing_where_it_has_no_meaning():
+    """`n: null` was an error in JSON, and nothing in Parquet."""
+    job = SamplingParams(temperature=0.5, n=2, logprobs=3)
+    same = job.override({"n": None, "temperature": None, "ignore_eos": None, "early_stopping": None})
+    assert same == job
+    assert job.override({"max_tokens": None, "logprobs": None}) == replace(job, max_tokens=None, logprobs=None)
 
 
 def test_all_of_the_vocabulary(llm):

@@ -51,19 +51,20 @@ class Sampler:
         adjusting = [i for i, s in enumerate(sequences) if s.adjusts_logits]
         asking = [i for i, s in enumerate(sequences) if s.num_logprobs is not None]
         adjusted, failed = adjust(logits, sequences, adjusting) if adjusting else (logits, {})
-        tokens = _choose(adjusted, sequences)
+        tokens = _choose(adjusted, logits, sequences)
         for i, error in failed.items():
             tokens[i] = error
         return SamplerOutput(tokens, _logprobs(logits, asking, tokens, sequences) if asking else {})
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+def _choose(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+    """A token a row of the adjusted logits [R, vocab_size]; `raw` are the network's own, which tell who is to blame."""
     best = _argmax(logits)
     values = logits.gather(1, best[:, None])[:, 0]
     finite = values.isfinite().tolist()
     tokens: list[int | RequestError] = list(best.tolist())
     for i in [i for i, ok in enumerate(finite) if not ok]:
-        tokens[i] = _nothing_to_draw(float(values[i]), sequences[i])
+        tokens[i] = _nothing_to_draw(float(values[i]), sequences[i], bool(raw[i].isfinite().all()))
     drawing = [i for i, s in enumerate(sequences) if finite[i] and not s.params.greedy]
     tile = CPU_TILE if logits.device.type == "cpu" else len(sequences)
     for begin in range(0, len(drawing), tile):
@@ -73,9 +74,13 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | Reque
     return tokens
 
 
-def _nothing_to_draw(best: float, sequence: Sequence) -> RequestError:
+def _nothing_to_draw(best: float, sequence: Sequence, finite_before: bool) -> RequestError:
     if best == -math.inf and sequence.adjusts_logits:
         return RequestError("no_token_left", "the sampling settings together leave no token that may come next")
+    if finite_before:
+        repetition = sequence.params.repetition_penalty
+        what = f"repetition_penalty={repetition}: makes logits that are no float32; use one nearer to 1"
+        return RequestError("bad_sampling", what, key="repetition_penalty")
     return RequestError("bad_logits", "the network's logits are not finite numbers")
 
 

@@ -47,15 +47,28 @@ class ChatProcess:
         with self._lock:
             if self._deaths >= MOST_DEATHS:
                 raise UserError(f"{_TOO_MUCH}; it did so {MOST_DEATHS} times in a row and is not tried again")
-            if self._process is None or self._pid != os.getpid():  # a forked process must not share its parent's pipes
-                self._start()
+            self._ensure()
             return self._ask(variables)
+
+    def check(self) -> None:
+        """See that the template can be read.
+
+        Raises:
+            UserError: it can't, or jinja2 is missing.
+        """
+        with self._lock:
+            self._ensure()
 
     def close(self) -> None:
         """End the worker, if there is one."""
         if self._process is not None and self._pid == os.getpid():
             _end(self._process)
         self._process = None
+
+    def _ensure(self) -> None:
+        """A worker of this process's own: one that was forked must not share its parent's pipes."""
+        if self._process is None or self._pid != os.getpid():
+            self._start()
 
     def _start(self) -> None:
         _check_jinja()

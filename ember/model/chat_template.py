@@ -83,6 +83,14 @@ class ChatTemplate:
             raise ConfigError("chat_template", file, "no such file; must be a file with a Jinja chat template")
         return None if source is None else ChatTemplate(source, tokenizer, settings, kwargs=kwargs, now=now)
 
+    def check(self) -> None:
+        """See that there is such a template before a row needs it.
+
+        Raises:
+            UserError: it is no Jinja, or jinja2 is missing.
+        """
+        self._process.check()
+
     def render(self, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation.
 
