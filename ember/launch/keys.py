@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import is_dataclass
-from types import NoneType, UnionType
+from functools import cache
+from types import MappingProxyType, NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from ember.config import JobConfig
@@ -32,14 +34,17 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def known_keys(schema: type = JobConfig, prefix: str = "") -> dict[str, Any]:
+@cache
+def known_keys() -> MappingProxyType[str, Any]:
     """Every setting's dotted key and its type; a group's own key has the group's dataclass."""
-    keys: dict[str, Any] = {}
+    return MappingProxyType(dict(_keys(JobConfig, "")))
+
+
+def _keys(schema: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, kind in get_type_hints(schema).items():
-        keys[prefix + name] = kind
+        yield prefix + name, kind
         if is_dataclass(kind) and isinstance(kind, type):
-            keys |= known_keys(kind, f"{prefix}{name}.")
-    return keys
+            yield from _keys(kind, f"{prefix}{name}.")
 
 
 def must_be(key: str) -> str | None:
