@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence as Seq
 
-from tests.benchmarks.models import RANDOM_GPT2, network_of
+from tests.benchmarks.models import RANDOM, RANDOM_GPT2, network_of
 from tests.benchmarks.workloads import Request, every, fitted, load
 
 QUICK = 8
@@ -14,7 +14,9 @@ QUICK = 8
 
 def add_common(parser: argparse.ArgumentParser, *, repeat: int = 3, every: int = 1) -> None:
     """`--model`, `--repeat`, `--every`, `--quick`."""
-    parser.add_argument("--model", default=RANDOM_GPT2, help="a folder or preset (default: random weights)")
+    parser.add_argument(
+        "--model", default=RANDOM_GPT2, help=f"{', '.join(RANDOM)} (random weights), a folder or preset"
+    )
     parser.add_argument(
         "--repeat", type=int, default=repeat, help="runs of each; the median is shown (default: %(default)s)"
     )

@@ -1,4 +1,4 @@
-"""The models that the benchmarks run: GPT-2's shape with random weights (speed doesn't depend on what they say).
+"""The models that the benchmarks run: known shapes with random weights (speed doesn't depend on what they say).
 
 python -m tests.benchmarks.models
 """
@@ -6,7 +6,10 @@ python -m tests.benchmarks.models
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from ember.config import ModelConfig
 from ember.model.network import NetworkConfig, network_config
@@ -16,6 +19,7 @@ from tests.benchmarks.table import Table
 
 EMBEDDED = "tiny"
 RANDOM_GPT2 = "gpt2-random"
+RANDOM_LLAMA = "llama-random"
 
 
 def cache_folder() -> Path:
@@ -25,22 +29,53 @@ def cache_folder() -> Path:
     return folder
 
 
-def random_gpt2() -> Path:
-    """A Hugging Face folder of GPT-2 124M's shape with seeded random weights; needs transformers to be made."""
-    folder = cache_folder() / RANDOM_GPT2
+def _gpt2() -> Any:
+    """GPT-2 124M."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(GPT2Config())
+
+
+def _llama() -> Any:
+    """SmolLM2-135M: 30 layers, grouped queries (9 heads, 3 of K/V), tied embedding."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=2048,
+        rope_theta=100_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+RANDOM: Mapping[str, Callable[[], Any]] = MappingProxyType({RANDOM_GPT2: _gpt2, RANDOM_LLAMA: _llama})
+"""Makers of networks with random weights, by name."""
+
+
+def random_model(name: str) -> Path:
+    """A Hugging Face folder of one of RANDOM, its weights seeded and in float32; needs transformers to be made."""
+    folder = cache_folder() / name
     if not (folder / "config.json").exists():
         import torch
-        from transformers import GPT2Config, GPT2LMHeadModel
 
         torch.manual_seed(0)
-        GPT2LMHeadModel(GPT2Config()).float().save_pretrained(folder)
+        RANDOM[name]().float().save_pretrained(folder)
     return folder
 
 
 def model_config(name: str) -> ModelConfig:
-    """Settings that name the model: `gpt2-random` (made on first use), a preset, or a folder."""
-    if name == RANDOM_GPT2:
-        return ModelConfig(path=str(random_gpt2()))
+    """Settings that name the model: one of RANDOM (made on first use), a preset, or a folder."""
+    if name in RANDOM:
+        return ModelConfig(path=str(random_model(name)))
     return ModelConfig(name=name) if is_preset(name) else ModelConfig(path=name)
 
 
@@ -60,7 +95,7 @@ def main() -> None:
     table = Table(
         "model        ", "layers", "width", "heads", "vocabulary", "context", "MFLOP/token", "of these LM head"
     )
-    for name in (RANDOM_GPT2, EMBEDDED):
+    for name in (*RANDOM, EMBEDDED):
         net = network_of(name)
         cost = TokenCost.of(net)
         flops = f"{(cost.linear_flops + cost.head_flops) / 1e6:.1f}", f"{cost.head_flops / 1e6:.1f}"

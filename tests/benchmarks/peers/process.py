@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 LAST_WORDS = 600
 """Characters of a failed peer's stderr that are shown."""
+PATIENCE = 1800
+"""Seconds that a peer may load or run, then it is taken out: one that hangs must not cost the others' figures."""
 
 
 class PeerError(Exception):
@@ -36,7 +39,7 @@ class PeerProcess:
     """A running peer.
 
     Raises:
-        PeerError: its environment is missing, or it ends before it is ready.
+        PeerError: its environment is missing, or it ends or PATIENCE does before it is ready.
     """
 
     def __init__(self, peer: Peer, venvs: Path, log: Path, options: dict[str, Any]) -> None:
@@ -58,7 +61,7 @@ class PeerProcess:
         """Compute the workload in a file.
 
         Raises:
-            PeerError: it ended instead.
+            PeerError: it ended instead, or took too long.
         """
         assert self._process.stdin is not None
         try:
@@ -74,7 +77,10 @@ class PeerProcess:
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
+        alarm = threading.Timer(PATIENCE, self._process.kill)
+        alarm.start()
         line = self._process.stdout.readline()
+        alarm.cancel()
         if not line:
             raise PeerError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
