@@ -158,9 +158,9 @@ class ApiServer:
             admission.limits(call.params, 1, is_chat=chat is not None)
         except RequestError as error:
             raise refused(error, "messages" if isinstance(prompt, Conversation) else "prompt") from None
-        decode = self._plan.tokenizer.decode
-        text = chat.text if chat is not None else plain if isinstance(plain, str) else decode(ids)
-        return Request(ids if chat is None else chat, call.params), PromptText(text, ids, decode(ids[:1]))
+        echoed = self._plan.tokenizer.decode if call.echo else lambda ids: ""
+        text = plain if isinstance(plain, str) else echoed(ids)
+        return Request(ids if chat is None else chat, call.params), PromptText(text, ids, echoed(ids[:1]))
 
     def _submit(self, requests: list[Request], stream: bool) -> Any:
         try:

@@ -23,6 +23,17 @@ class Piece:
     logprobs: list[PositionLogprobs] | None = None
     output: CompletionOutput | None = None
 
+    def extend(self, later: Piece) -> None:
+        """Take up what the same choice got after it."""
+        self.text += later.text
+        self.token_ids += later.token_ids
+        if later.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *later.logprobs]
+        self.output = later.output
+
+
+Push = Callable[[Piece], bool]
+
 
 class Generation:
     """The choices of one call as they are computed. Belongs to the event loop.
@@ -34,17 +45,24 @@ class Generation:
     def __init__(self, num_choices: int, give_up: Callable[[Generation], None]) -> None:
         self.num_open = num_choices
         self._give_up = give_up
-        self._pieces: list[Piece] = []
-        self._news = asyncio.Event()
+        self._pieces: dict[int, Piece] = {}
+        self._waiter: asyncio.Future[None] | None = None
+        self._push: Push | None = None
         self._given_up = False
 
-    async def pieces(self) -> list[Piece]:
-        """What has come since the last call, at least one piece; nothing once all has ended or was given up."""
+    async def pieces(self, push: Push | None = None) -> list[Piece]:
+        """What has come since the last call, a piece a choice and at least one; nothing once all is over or given up.
+
+        One caller at a time may wait.
+
+        Args:
+            push: takes pieces of choices that go on while there is a wait, or declines them.
+        """
         if not self._pieces and self.num_open and not self._given_up:
-            self._news.clear()
-            await self._news.wait()
-        taken, self._pieces = self._pieces, []
-        return [] if self._given_up else taken
+            self._waiter, self._push = asyncio.get_running_loop().create_future(), push
+            await self._waiter
+        taken, self._pieces = self._pieces, {}
+        return [] if self._given_up else list(taken.values())
 
     async def outputs(self) -> list[CompletionOutput]:
         """The results in the order of the choices; an empty list if they were given up."""
@@ -58,10 +76,20 @@ class Generation:
         if self.num_open and not self._given_up:
             self._given_up = True
             self._give_up(self)
-            self._news.set()
+            self._wake()
 
     def put(self, piece: Piece) -> None:
-        """Take a piece from the engine."""
-        self._pieces.append(piece)
+        """Take a piece from the engine; it joins what the caller has not taken yet."""
+        if self._push is not None and not self._pieces and piece.output is None and self._push(piece):
+            return
+        if (waiting := self._pieces.get(piece.index)) is None:
+            self._pieces[piece.index] = piece
+        else:
+            waiting.extend(piece)
         self.num_open -= piece.output is not None
-        self._news.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        self._push = None
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -73,6 +74,8 @@ async def _serve(config: ServerConfig) -> int:
         metrics = Metrics(llm)
         engine = AsyncEngine(llm, max_open=config.choice_limits.most_open)
         app = ApiServer(config, plan, engine, metrics).app()
+        gc.collect()
+        gc.freeze()  # what is loaded stays: each search of it for garbage stopped the server for a quarter of a second
         return await HttpServer(config, app, engine, bound).run(metrics)
 
 

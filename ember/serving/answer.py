@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -15,17 +14,18 @@ from ember.data.openai_logprobs import chat_logprobs, completion_logprobs
 from ember.data.output import CompletionOutput
 from ember.entrypoints.generation import Piece
 from ember.serving.call import Call
+from ember.serving.event import MARK, MARK_ID, EventFrame, as_event, as_json
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
 class PromptText:
-    """A prompt as the engine was given it; `first_token` is the text of its first one."""
+    """A prompt as the engine was given it. `text`, and that of its first token, are there if they are to be echoed."""
 
     text: str
     token_ids: list[int]
-    first_token: str = ""
+    first_token: str
 
 
 class Answer(ABC):
@@ -41,6 +41,7 @@ class Answer(ABC):
     def __init__(self, call: Call, model: str, prompts: Sequence[PromptText]) -> None:
         self._call, self._prompts, self._n = call, prompts, call.params.n
         self._ends: dict[int, int] = {}
+        self._frames: dict[int, EventFrame] = {}
         self._head = {
             "id": f"{self.PREFIX}-{uuid.uuid4().hex}",
             "object": self.CHUNK if call.stream else self.OBJECT,
@@ -60,8 +61,13 @@ class Answer(ABC):
         return b"".join(self._event(content | {"index": index}) for index, content in firsts if content)
 
     def piece(self, piece: Piece) -> bytes:
-        """The event for one piece."""
-        return self._event(self._choice(piece, delta=True))
+        """The event for one piece. Those of text and token ids alone, nearly all, are one frame a choice, filled in."""
+        if piece.output is not None or piece.logprobs is not None:
+            return self._event(self._choice(piece, delta=True))
+        if (frame := self._frames.get(piece.index)) is None:
+            mark = self._event(self._choice(Piece(piece.index, MARK, [MARK_ID]), delta=True))
+            frame = self._frames[piece.index] = EventFrame.of(mark, len(b"data: ") + len(self._head_json))
+        return frame.event(piece.text, piece.token_ids)
 
     def closing(self, outputs: Sequence[CompletionOutput]) -> bytes:
         """The events after the last token."""
@@ -175,13 +181,3 @@ class ChatAnswer(Answer):
 
     def _logprobs(self, index: int, positions: list[PositionLogprobs]) -> dict[str, Any]:
         return chat_logprobs(as_rows(positions) or [])
-
-
-def as_json(value: Any) -> bytes:
-    """JSON in UTF-8; a lone surrogate stays an escape."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "backslashreplace")
-
-
-def as_event(value: Any) -> bytes:
-    """One server-sent event."""
-    return b"data: " + as_json(value) + b"\n\n"

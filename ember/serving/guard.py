@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hmac
 
+from ember.serving.asgi import App, Message, Receive, Send
 from ember.serving.errors import ApiError
-from ember.serving.respond import App, JsonResponse, Message, Receive, Send
+from ember.serving.respond import JsonResponse
 
 OPEN_PATHS = ("/health",)
 """What anyone may ask."""

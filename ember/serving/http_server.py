@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ember.entrypoints.async_engine import AsyncEngine, Observer
 from ember.errors import ConfigError
 from ember.interrupt import SIGNALS
+from ember.serving.chunk_writer import with_chunk_writer
 from ember.serving.settings import ServerConfig
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class HttpServer:
 
 def _uvicorn(app: FastAPI, config: ServerConfig) -> Any:
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Server(uvicorn.Server):
         def capture_signals(self) -> Any:
@@ -90,6 +92,7 @@ def _uvicorn(app: FastAPI, config: ServerConfig) -> Any:
     return Server(
         uvicorn.Config(
             app,
+            http=with_chunk_writer(AutoHTTPProtocol),
             log_level="warning",
             access_log=False,
             lifespan="off",

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from ember.entrypoints.generation import Generation
-from ember.serving.answer import DONE, Answer, as_event, as_json
+from ember.entrypoints.generation import Generation, Piece
+from ember.serving.answer import DONE, Answer
+from ember.serving.asgi import App, Message, Receive, Send
+from ember.serving.chunk_writer import ChunkWriter
 from ember.serving.errors import ApiError, failed
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Message, Receive, Send], Awaitable[None]]
+from ember.serving.event import as_event, as_json
+from ember.serving.patience import Patience
 
 
 class BytesResponse:
@@ -82,32 +81,40 @@ class StreamResponse:
 
     def __init__(self, generation: Generation, answer: Answer, send_timeout_s: float) -> None:
         self._generation, self._answer, self._timeout_s = generation, answer, send_timeout_s
+        self._writer: ChunkWriter | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Send the events; a client that takes none within the time is cut off."""
+        self._writer = ChunkWriter.of(scope)
         await send(_start(200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}))
-        async with _watched(receive, self._generation):
-            async for events in self._events():
-                try:
-                    async with asyncio.timeout(self._timeout_s):
-                        await send({"type": "http.response.body", "body": events, "more_body": True})
-                except TimeoutError:
-                    logging.getLogger(__name__).warning("a client took nothing for %g s", self._timeout_s)
-                    return
+        try:
+            async with _watched(receive, self._generation), Patience(self._timeout_s) as patience:
+                async for events in self._events():
+                    patience.begin()
+                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                    patience.end()
+        except TimeoutError:
+            logging.getLogger(__name__).warning("a client took nothing for %g s", self._timeout_s)
+            return
         await send({"type": "http.response.body", "body": b""})
+
+    def _pushed(self, piece: Piece) -> bool:
+        """Write a piece the short way, if the client has taken all before."""
+        if self._writer is None or not self._writer.ready:
+            return False
+        self._writer.write(self._answer.piece(piece))
+        return True
 
     async def _events(self) -> AsyncIterator[bytes]:
         answer, outputs = self._answer, []
         if opening := answer.opening():
             yield opening
-        while pieces := await self._generation.pieces():
-            wrong = next(
-                (failed(p.output) for p in pieces if p.output is not None and p.output.error is not None), None
-            )
-            if wrong is not None:
+        while pieces := await self._generation.pieces(self._pushed):
+            ended = [piece.output for piece in pieces if piece.output is not None]
+            if wrong := next((failed(output) for output in ended if output.error is not None), None):
                 yield as_event(wrong.body) + DONE
                 return
-            outputs += [piece.output for piece in pieces if piece.output is not None]
+            outputs += ended
             yield b"".join(map(answer.piece, pieces))
         yield answer.closing(outputs) + DONE
 

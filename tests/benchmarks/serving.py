@@ -3,16 +3,16 @@
     python -m tests.benchmarks.serving
 
 Each client sends its next request when its last one has ended. `tok/s` are output tokens a second, `ratio` that over
-offline with as many sequences at once; `ttft` is the time to the first token, `tpot` a request's mean time for each
-further one, in milliseconds at the 50th and 99th percentile. Every token must be the offline one, else the benchmark
-fails. The clients share the machine with the server. With `--whole` answers come in one piece.
+offline with as many sequences at once; `cpu` is the processor time of the server over that of offline, `client` that of
+the clients, which share the machine with it and take what it could have. `ttft` is the time to the first token, `tpot`
+a request's mean time for each further one, in milliseconds at the 50th and 99th percentile. Every token must be the
+offline one, else the benchmark fails. With `--whole` answers come in one piece.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import re
 import subprocess
@@ -23,11 +23,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
-from time import perf_counter
-
-import aiohttp
+from time import process_time
 
 from tests.benchmarks.arguments import add_common, repeats, requests_of
+from tests.benchmarks.load_client import Load, load
 from tests.benchmarks.models import model_path
 from tests.benchmarks.runs import Bench
 from tests.benchmarks.table import Table
@@ -40,30 +39,24 @@ READY = re.compile(r"serving on (http://\S+)")
 
 
 @dataclass(frozen=True, slots=True)
-class Timing:
-    """One request, seen by its client; seconds."""
+class Server:
+    """A server in a process of its own."""
 
-    tokens: list[int]
-    ttft: float
-    tpot: float
+    url: str
+    pid: int
 
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a number of clients saw."""
-
-    seconds: float
-    timings: list[Timing]
-
-    @property
-    def rate(self) -> float:
-        """Output tokens a second."""
-        return sum(len(timing.tokens) for timing in self.timings) / self.seconds
+    def cpu_s(self) -> float:
+        """Seconds of processor time that it has taken; nan where the system has no /proc."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        if not stat.exists():
+            return float("nan")
+        after_name = stat.read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def serving(model: str, *settings: str) -> Iterator[str]:
-    """A server in a process of its own; its URL."""
+def serving(model: str, *settings: str) -> Iterator[Server]:
+    """A server that is ready."""
     words = [f"model.path={model_path(model)}", "port=0", *settings]
     process = subprocess.Popen(
         [sys.executable, "-c", SERVE, *words], cwd=ROOT, stderr=subprocess.PIPE, text=True, env=dict(os.environ)
@@ -74,7 +67,7 @@ def serving(model: str, *settings: str) -> Iterator[str]:
         for line in process.stderr:
             said.append(line)
             if ready := READY.search(line):
-                yield ready[1]
+                yield Server(ready[1], process.pid)
                 return
         raise RuntimeError("".join(said))
     finally:
@@ -82,36 +75,36 @@ def serving(model: str, *settings: str) -> Iterator[str]:
         process.communicate()
 
 
-async def load(url: str, requests: Seq[Request], clients: int, *, stream: bool) -> Load:
-    """Send all requests, each client one at a time."""
-    left = iter(enumerate(requests))
-    timings: dict[int, Timing] = {}
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Offline and the server, one after the other: tokens a second, and seconds of processor time."""
 
-    async def client() -> None:
-        for index, request in left:
-            timings[index] = await _ask(session, url, request, stream=stream)
+    offline: float
+    offline_cpu_s: float
+    online: Load
+    server_cpu_s: float
+    client_cpu_s: float
 
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        begin = perf_counter()
-        await asyncio.gather(*(client() for _ in range(clients)))
-        return Load(perf_counter() - begin, [timings[index] for index in range(len(requests))])
+    @property
+    def ratio(self) -> float:
+        """The server's speed over the offline one."""
+        return self.online.rate / self.offline
 
+    @staticmethod
+    def take(bench: Bench, server: Server, requests: Seq[Request], clients: int, *, stream: bool) -> Turn:
+        """Run both.
 
-async def _ask(session: aiohttp.ClientSession, url: str, request: Request, *, stream: bool) -> Timing:
-    sampling = {"max_tokens": request.out, "ignore_eos": True, "temperature": 0}
-    body = {"prompt": request.prompt, "return_token_ids": True, "stream": stream, **sampling}
-    begin, first, tokens = perf_counter(), 0.0, list[int]()
-    async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
-        if not stream:
-            tokens, first = (await answer.json())["choices"][0]["token_ids"], perf_counter()
-        else:
-            async for line in answer.content:
-                if line.startswith(b"data: {"):
-                    first = first or perf_counter()
-                    tokens += json.loads(line[6:])["choices"][0]["token_ids"]
-    end = perf_counter()
-    return Timing(tokens, first - begin, (end - first) / max(1, len(tokens) - 1))
+        Raises:
+            RuntimeError: they differ in a token.
+        """
+        begin = process_time()
+        offline = bench.run(requests)
+        offline_end, server_begin = process_time(), server.cpu_s()
+        online = asyncio.run(load(server.url, requests, clients, stream=stream))
+        client_cpu_s, server_cpu_s = process_time() - offline_end, server.cpu_s() - server_begin
+        if [timing.tokens for timing in online.timings] != offline.tokens:
+            raise RuntimeError("the server's tokens are not the offline ones")
+        return Turn(offline.rate, offline_end - begin, online, server_cpu_s, client_cpu_s)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -124,27 +117,22 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     requests = requests_of(options.workload, options)
     print(f"{options.model}, {len(requests)} requests of {options.workload}")
-    table = Table("clients", "tok/s", "offline", "ratio", "ttft 50", "ttft 99", "tpot 50", "tpot 99")
+    table = Table("clients", "tok/s", "offline", "ratio", "cpu", "client", "ttft 50", "ttft 99", "tpot 50", "tpot 99")
     for clients in options.clients or CLIENTS:
         _row(table, clients, requests[: max(8, 4 * clients)], options)
 
 
 def _row(table: Table, clients: int, requests: Seq[Request], options: argparse.Namespace) -> None:
-    settings = {"max_num_seqs": clients, "prefix_cache": False}
+    settings, stream = {"max_num_seqs": clients, "prefix_cache": False}, not options.whole
     bench = Bench(options.model, **settings)
     bench.warm_up(requests)
-    ratios: list[tuple[float, float, Load]] = []
-    with serving(options.model, *(f"{key}={value}" for key, value in settings.items())) as url:
-        asyncio.run(load(url, [Request(r.prompt[:32], 4) for r in requests[:8]], clients, stream=not options.whole))
-        for _ in range(repeats(options)):
-            offline = bench.run(requests)
-            online = asyncio.run(load(url, requests, clients, stream=not options.whole))
-            if [timing.tokens for timing in online.timings] != offline.tokens:
-                raise RuntimeError("the server's tokens are not the offline ones")
-            ratios.append((online.rate / offline.rate, offline.rate, online))
-    ratio, offline_rate, online = sorted(ratios, key=lambda item: item[0])[(len(ratios) - 1) // 2]
-    times = [f"{1000 * at:,.1f}" for key in ("ttft", "tpot") for at in _percentiles(online, key)]
-    table.add(clients, f"{online.rate:,.1f}", f"{offline_rate:,.1f}", f"{ratio:.3f}", *times)
+    with serving(options.model, *(f"{key}={value}" for key, value in settings.items())) as server:
+        asyncio.run(load(server.url, [Request(r.prompt[:32], 4) for r in requests[:8]], clients, stream=stream))
+        turns = [Turn.take(bench, server, requests, clients, stream=stream) for _ in range(repeats(options))]
+    turn = sorted(turns, key=lambda turn: turn.ratio)[(len(turns) - 1) // 2]
+    shares = [f"{seconds / turn.offline_cpu_s:.2f}" for seconds in (turn.server_cpu_s, turn.client_cpu_s)]
+    times = [f"{1000 * at:,.1f}" for key in ("ttft", "tpot") for at in _percentiles(turn.online, key)]
+    table.add(clients, f"{turn.online.rate:,.1f}", f"{turn.offline:,.1f}", f"{turn.ratio:.3f}", *shares, *times)
 
 
 def _percentiles(online: Load, key: str) -> tuple[float, float]:
