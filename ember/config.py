@@ -35,6 +35,7 @@ _OWN_COLUMNS = {"prompt_column": "prompt", "id_column": "id", "sampling_column":
 _POOL_SIZE = re.compile(r"([0-9]+)(tok|KiB|MiB|GiB|TiB)?")
 _ENGINE_NUMBERS = {
     "num_threads": (1, 4096),
+    "tensor_parallel_size": (1, 1024),
     "block_size": (1, 2**16),
     "max_num_seqs": (1, MOST),
     "max_num_batched_tokens": (1, MOST),
@@ -97,6 +98,7 @@ class EngineConfig:
     weights: str = "auto"
     kv_dtype: str = "auto"
     num_threads: int | None = None
+    tensor_parallel_size: int = 1
     deterministic: str = "auto"
     attention: str = "auto"
     scheduler: str = "mixed"
@@ -356,6 +358,8 @@ def _check_runner(config: JobConfig) -> None:
         at_least("max_engines", config.max_engines, config.num_engines)
     share = "must be 0, 1 or a share of a GPU between them"
     config.gpus_per_engine = real("gpus_per_engine", config.gpus_per_engine, share, high=1.0)
+    if config.runner == "ray" and config.tensor_parallel_size > 1:
+        raise ConfigError("tensor_parallel_size", config.tensor_parallel_size, "needs runner=local; with ray use 1")
     if config.runner == "local" and max(config.num_engines, config.max_engines or 1) > 1:
         key = "num_engines" if config.num_engines > 1 else "max_engines"
         raise ConfigError(key, getattr(config, key), "needs runner=ray; runner=local has one engine")

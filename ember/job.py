@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 
 from ember.claim import claim
 from ember.config import JobConfig
@@ -84,8 +85,9 @@ def _run(config: JobConfig) -> JobSummary:
                 assert isinstance(plan, EnginePlan)
                 with interrupts.breakable(after=1):
                     llm = LLM.from_plan(plan)
-                job = Job(recorder, work.rows(reader), llm)
-                return recorder.run(job.run, load_s=time.perf_counter() - begin)
+                with closing(llm):
+                    job = Job(recorder, work.rows(reader), llm)
+                    return recorder.run(job.run, load_s=time.perf_counter() - begin)
         except Interrupted:
             print("interrupted before the first row", file=sys.stderr)
             return SummaryBuilder().build(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+import torch
+
 from ember.core.sequence import FinishReason, Sequence
 from ember.core.stats import StepStats
 
@@ -70,6 +72,27 @@ class SchedulerOutput:
         self.num_tokens += scheduled.num_new_tokens
         if scheduled.sequence.prefilling:
             self.num_prefill_tokens += scheduled.num_new_tokens
+
+
+@dataclass(slots=True)
+class ModelInput:
+    """A step as the network sees it: T new tokens of S sequences, packed; everything on the CPU.
+
+    Attributes:
+        copies: blocks (source, destination) to copy before anything is written.
+        input_ids, positions: [T] int64.
+        slot_mapping, query_start_loc, context_lens, block_tables: see `AttentionMetadata`.
+        rows: [R] int64, the tokens whose logits are asked for.
+    """
+
+    copies: list[tuple[int, int]]
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    query_start_loc: torch.Tensor
+    context_lens: torch.Tensor
+    block_tables: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(slots=True)

@@ -39,18 +39,19 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def pool_bytes(device: torch.device) -> int:
-    """Bytes that an `auto` KV pool may take on the device."""
+def pool_bytes(device: torch.device, num_ranks: int = 1) -> int:
+    """Bytes that an `auto` KV pool may take on the device, or in equal parts on the first so many of its kind."""
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * POOL_SHARE_GPU)
+        gpus = [device] if num_ranks == 1 else range(num_ranks)
+        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+        return int(free * num_ranks * POOL_SHARE_GPU)
     return int(_available_bytes() * POOL_SHARE_CPU)
 
 
-def total_bytes(device: torch.device) -> int:
-    """Bytes of memory that the device has in all, within the control group's limit."""
+def total_bytes(device: torch.device, num_ranks: int = 1) -> int:
+    """Bytes of memory that the device, or so many GPUs, have in all, within the control group's limit."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+        return num_ranks * torch.cuda.mem_get_info(device)[1]
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(installed, _read_number(f"{_CONTROL_GROUP}.max") or installed)
 

@@ -15,7 +15,7 @@ import torch
 
 from ember.attention.base import AttentionBackend, AttentionMetadata
 from ember.cache.kv_pool import KVPool
-from ember.core.batch import ScheduledSequence
+from ember.core.batch import ModelInput, ScheduledSequence
 from ember.model.network import Network
 
 
@@ -28,24 +28,33 @@ class ModelRunner:
         self.attention = attention
         self.device = device
 
-    @torch.inference_mode()
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order."""
-        block_size = self.pool.shape.block_size
-        for source, destination in (copy for s in scheduled for copy in s.copies):
+        return self.run(self.pack(scheduled))
+
+    def pack(self, scheduled: list[ScheduledSequence]) -> ModelInput:
+        """The step as tensors."""
+        return _pack(scheduled, self.pool.shape.block_size)
+
+    @torch.inference_mode()
+    def run(self, step: ModelInput) -> torch.Tensor:
+        """Logits [R, vocab_size] float32 of the rows that the step asks for."""
+        for source, destination in step.copies:
             self.pool.copy_block(source, destination)
-        input_ids, positions, metadata = _pack(scheduled, block_size, self.device)
+        metadata = AttentionMetadata(
+            slot_mapping=step.slot_mapping.to(self.device),
+            query_start_loc=step.query_start_loc.to(self.device),
+            context_lens=step.context_lens.to(self.device),
+            block_tables=step.block_tables.to(self.device),
+            block_size=self.pool.shape.block_size,
+        )
         self.attention.prepare(metadata)
+        input_ids, positions = step.input_ids.to(self.device), step.positions.to(self.device)
         hidden = self.model.forward(input_ids, positions, self.pool.layers, self.attention)
-        ends = accumulate(s.num_new_tokens for s in scheduled)
-        rows = [row for end, s in zip(ends, scheduled, strict=True) for row in range(end - s.num_logits, end)]
-        return self.model.logits(hidden[torch.tensor(rows, device=self.device, dtype=torch.long)])
+        return self.model.logits(hidden[step.rows.to(self.device)])
 
 
-def _pack(
-    scheduled: list[ScheduledSequence], block_size: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor, AttentionMetadata]:
-    """The packed batch: input_ids [T], positions [T], and where the tokens belong."""
+def _pack(scheduled: list[ScheduledSequence], block_size: int) -> ModelInput:
     counts = [s.num_new_tokens for s in scheduled]
     bounds = torch.tensor([0, *accumulate(counts)])
     starts = torch.tensor([s.start for s in scheduled])
@@ -54,14 +63,19 @@ def _pack(
     sequence = torch.repeat_interleave(torch.tensor(counts))
     positions = torch.arange(len(ids)) - bounds[sequence] + starts[sequence]
     slots = tables[sequence, positions // block_size].long() * block_size + positions % block_size
-    metadata = AttentionMetadata(
-        slot_mapping=slots.to(device),
-        query_start_loc=bounds.int().to(device),
-        context_lens=(starts + bounds.diff()).int().to(device),
-        block_tables=tables.to(device),
-        block_size=block_size,
+    rows = [
+        row for end, s in zip(bounds[1:].tolist(), scheduled, strict=True) for row in range(end - s.num_logits, end)
+    ]
+    return ModelInput(
+        copies=[copy for s in scheduled for copy in s.copies],
+        input_ids=torch.tensor(ids),
+        positions=positions,
+        slot_mapping=slots,
+        query_start_loc=bounds.int(),
+        context_lens=(starts + bounds.diff()).int(),
+        block_tables=tables,
+        rows=torch.tensor(rows, dtype=torch.long),
     )
-    return torch.tensor(ids, device=device), positions.to(device), metadata
 
 
 def _pad_tables(tables: list[array[int]]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from ember.data.output import CompletionOutput, RequestOutput
 from ember.data.text_stream import TextStream
 from ember.entrypoints.generation import Generation, Piece
 from ember.entrypoints.llm import LLM
-from ember.errors import RequestError
+from ember.errors import JobError, RequestError
 from ember.model.chat_template import ChatPrompt
 from ember.sampling_params import SamplingParams
 
@@ -224,6 +224,8 @@ class AsyncEngine:
     def _step(self) -> None:
         try:
             outputs, step = self._llm.step()
+        except JobError:  # nothing can be computed any more
+            raise
         except Exception:
             logging.getLogger(__name__).exception("an engine step failed; its requests end with an error")
             self._fail_all(BROKEN)

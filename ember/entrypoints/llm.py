@@ -10,15 +10,12 @@ from dataclasses import fields
 from itertools import count
 from typing import Any
 
-from ember.attention.base import make_backend
 from ember.beam_search import BeamSearch
 from ember.cache.block_manager import BlockManager
-from ember.cache.kv_pool import KVPool
 from ember.cache.prefix_cache import PrefixCache
 from ember.config import EngineConfig, ModelConfig
 from ember.core.batch import StepOutput
 from ember.core.engine import Engine
-from ember.core.model_runner import ModelRunner
 from ember.core.random_stream import row_seed
 from ember.core.sampler import Sampler
 from ember.core.scheduler import Scheduler
@@ -31,13 +28,11 @@ from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
 from ember.model.chat_template import ChatPrompt
 from ember.model.conversation import Conversation
-from ember.model.network import make_network
 from ember.model.source import is_preset
-from ember.model.weights import load_weights
+from ember.parallel.runner import ParallelRunner
 from ember.sampling.constraint import TokenConstraint
 from ember.sampling_params import SamplingParams
 from ember.speculation.proposer import make_proposer
-from ember.threads import use_threads
 
 Prompt = str | list[int] | Conversation | ChatPrompt
 
@@ -72,12 +67,9 @@ class LLM:
     def _load(self, plan: EnginePlan) -> None:
         self.plan = plan
         config = plan.config
-        use_threads(config.num_threads)
+        spec = plan.runner_spec()
         with plan.folder.blamed():
-            weights = load_weights(plan.folder.path, plan.network.weight_layout, dtype=plan.dtype, device=plan.device)
-            network = make_network(plan.network, weights, config.weights)
-        pool = KVPool(plan.kv_shape, plan.num_blocks, plan.device)
-        runner = ModelRunner(network, pool, make_backend(plan.attention, plan.kv_shape.dtype), plan.device)
+            self._runner = spec.load() if spec.num_ranks == 1 else ParallelRunner(spec)
         scheduler = Scheduler(
             BlockManager(
                 plan.num_blocks,
@@ -91,11 +83,16 @@ class LLM:
             prefill_share=config.prefill_share,
             proposer=make_proposer(config),
         )
-        self.engine = Engine(scheduler, runner, Sampler())
+        self.engine = Engine(scheduler, self._runner, Sampler())
         self._outputs = OutputProcessor(plan.tokenizer, plan.tokenizer.special)
         self._structured_output = plan.structured_output()
         self._live: dict[int, LiveRequest] = {}
         self._ids = count()  # of sequences in the engine
+
+    def close(self) -> None:
+        """End the processes of the other ranks (tensor_parallel_size above 1); nothing is computed after that."""
+        if isinstance(self._runner, ParallelRunner):
+            self._runner.close()
 
     def generate(
         self,

@@ -23,6 +23,8 @@ from ember.model.network import NetworkConfig, network_config
 from ember.model.source import ModelFolder, find_model
 from ember.model.tokenizer import Tokenizer
 from ember.model.tokenizer_folder import load_tokenizer
+from ember.parallel.cut import Joining, check_ranks
+from ember.parallel.rank import RunnerSpec
 from ember.sampling_params import SamplingParams
 from ember.threads import check_threads
 
@@ -70,6 +72,8 @@ class EnginePlan:
             from ember.model.quantized import check_weights  # with numba, which other plans do without
 
             check_weights(config.weights, device, dtype)
+        num_ranks = config.tensor_parallel_size
+        check_ranks(num_ranks, network, device)
         attention = resolve_attention(config.attention, device, dtype)
         kv_dtype = dtype if config.kv_dtype == "auto" else stored_dtype(config.kv_dtype)
         check_pool(attention, kv_dtype, device)
@@ -88,8 +92,8 @@ class EnginePlan:
             shape,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            free_bytes=pool_bytes(device),
-            total_bytes=total_bytes(device),
+            free_bytes=pool_bytes(device, num_ranks),
+            total_bytes=total_bytes(device, num_ranks),
         )
         return EnginePlan(
             config=config,
@@ -105,6 +109,28 @@ class EnginePlan:
             why_not_exact=inexact,
             chat=chat,
         )
+
+    def runner_spec(self) -> RunnerSpec:
+        """What the model runner is made of."""
+        config = self.config
+        return RunnerSpec(
+            folder=self.folder.path,
+            network=self.network,
+            form=config.weights,
+            dtype=self.dtype,
+            device=self.device,
+            attention=self.attention,
+            kv_shape=self.kv_shape,
+            num_blocks=self.num_blocks,
+            num_threads=config.num_threads,
+            num_ranks=config.tensor_parallel_size,
+            joining=self._joining,
+        )
+
+    @property
+    def _joining(self) -> Joining:
+        """Sums that keep their bits, where there are bits to keep."""
+        return Joining.GATHER if self.why_not_exact is None else Joining.ADD
 
     @property
     def model_name(self) -> str:
@@ -122,6 +148,7 @@ class EnginePlan:
             "attention": self.attention,
             "device": self.device.type,
             "max_model_len": self.max_model_len,
+            **(self._ranks() if self._joining is Joining.ADD else {}),
             "chat_template": None if self.config.chat_template is None or self.chat is None else self.chat.digest,
         }
 
@@ -139,11 +166,16 @@ class EnginePlan:
             "weights": self.dtype_name if config.weights == "auto" else config.weights,
             "kv_dtype": self.kv_dtype_name,
             "num_threads": self.num_threads,
+            **self._ranks(),
             "attention": self.attention,
             "scheduler": config.scheduler,
             **({} if config.speculative == "off" else {"speculative": config.speculative}),
             "pool_size": config.pool_size,
         }
+
+    def _ranks(self) -> dict[str, int]:
+        size = self.config.tensor_parallel_size
+        return {"tensor_parallel_size": size} if size > 1 else {}
 
     def check_sampling(self, params: SamplingParams) -> None:
         """Nothing, if the model has all tokens that the parameters name or ask for.

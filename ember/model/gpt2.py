@@ -18,6 +18,7 @@ from ember.cache.kv_pool import KVLayer
 from ember.model.embedding import Embedding, token_embedding
 from ember.model.gpt2_config import GPT2Config
 from ember.model.linear import Linear, make_linear
+from ember.model.ranks import ALONE, Ranks
 
 MakeLinear = Callable[..., Linear]
 """Makes the linear layer of a name in the weights, with the activation that is to follow it."""
@@ -37,10 +38,11 @@ class LayerNorm:
 class Attention:
     """Causal self-attention with grouped queries: n_head query heads share n_kv_head K/V heads."""
 
-    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int) -> None:
-        self.config = config
+    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int, ranks: Ranks) -> None:
+        self.head_dim = config.head_dim
+        self.heads = [n // ranks.size for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
         self.c_attn = linear(f"h.{index}.attn.c_attn")
-        self.c_proj = linear(f"h.{index}.attn.c_proj")
+        self.c_proj = ranks.joined(linear(f"h.{index}.attn.c_proj"))
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scale_attn_weights else 1.0
         if config.scale_attn_by_inverse_layer_idx:
             self.scale /= index + 1
@@ -49,21 +51,17 @@ class Attention:
         self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend, more: torch.Tensor
     ) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd], plus `more`; the backend stores K/V in the layer's blocks."""
-        c = self.config
-        kv_width = c.n_kv_head * c.head_dim
-        q, k, v = torch.split(self.c_attn(x), [c.n_embd, kv_width, kv_width], dim=-1)
-        q = q.reshape(-1, c.n_head, c.head_dim)
-        k, v = (t.reshape(-1, c.n_kv_head, c.head_dim) for t in (k, v))
+        q, k, v = torch.split(self.c_attn(x).view(len(x), -1, self.head_dim), self.heads, dim=1)
         out = attention.forward(q, k, v, layer, self.scale)
-        return self.c_proj(out.reshape(-1, c.n_embd), more)
+        return self.c_proj(out.view(len(x), -1), more)
 
 
 class MLP:
     """Two linears with the activation between them."""
 
-    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int) -> None:
+    def __init__(self, config: GPT2Config, linear: MakeLinear, index: int, ranks: Ranks) -> None:
         self.c_fc = linear(f"h.{index}.mlp.c_fc", config.activation)
-        self.c_proj = linear(f"h.{index}.mlp.c_proj")
+        self.c_proj = ranks.joined(linear(f"h.{index}.mlp.c_proj"))
 
     def __call__(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd], plus `more`."""
@@ -73,11 +71,13 @@ class MLP:
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], linear: MakeLinear, index: int) -> None:
+    def __init__(
+        self, config: GPT2Config, weights: Mapping[str, torch.Tensor], linear: MakeLinear, index: int, ranks: Ranks
+    ) -> None:
         self.ln_1 = LayerNorm(weights, f"h.{index}.ln_1", config.layer_norm_epsilon)
-        self.attn = Attention(config, linear, index)
+        self.attn = Attention(config, linear, index, ranks)
         self.ln_2 = LayerNorm(weights, f"h.{index}.ln_2", config.layer_norm_epsilon)
-        self.mlp = MLP(config, linear, index)
+        self.mlp = MLP(config, linear, index, ranks)
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, attention: AttentionBackend) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd]."""
@@ -93,14 +93,17 @@ class GPT2:
 
     Args:
         form: how linears keep their weights: `auto`, `int8` or `fp16` (see `make_linear`).
+        ranks: who computes it; `weights` are this rank's.
     """
 
-    def __init__(self, config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str = "auto") -> None:
-        self.config = config
-        self.wte, self.lm_head = _ends(config, weights, form)  # the largest first, while little else is in memory
+    def __init__(
+        self, config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str = "auto", ranks: Ranks = ALONE
+    ) -> None:
+        wte, lm_head = _ends(config, weights, form)  # the largest first, while little else is in memory
+        self.wte, self.lm_head = ranks.embedding(wte), ranks.head(lm_head)
         linear = partial(_linear, weights, form)
         self.wpe = weights["wpe.weight"]
-        self.blocks = [Block(config, weights, linear, index) for index in range(config.n_layer)]
+        self.blocks = [Block(config, weights, linear, index, ranks) for index in range(config.n_layer)]
         self.ln_f = LayerNorm(weights, "ln_f", config.layer_norm_epsilon)
 
     def forward(

@@ -18,6 +18,7 @@ from ember.model.embedding import Embedding, token_embedding
 from ember.model.heap import release_freed
 from ember.model.linear import Linear, make_linear
 from ember.model.llama_config import LlamaConfig
+from ember.model.ranks import ALONE, Ranks
 from ember.model.row_ops import RowOps, make_row_ops
 
 Weights = Mapping[str, torch.Tensor]
@@ -46,36 +47,36 @@ class RMSNorm:
 class Attention:
     """Causal self-attention with grouped queries, rotary positions and, perhaps, a window and normalised heads."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps) -> None:
-        self.config, self.ops = config, ops
+    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps, ranks: Ranks) -> None:
+        self.head_dim, self.ops = config.head_dim, ops
+        self.heads = [n // ranks.size for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
         name = f"layers.{index}.self_attn"
         self.qkv_proj = _linear(weights, [f"{name}.{part}_proj" for part in "qkv"], config.qkv_bias, form)
-        self.o_proj = _linear(weights, [f"{name}.o_proj"], config.out_bias, form)
+        self.o_proj = ranks.joined(_linear(weights, [f"{name}.o_proj"], config.out_bias, form))
         self.norms = [RMSNorm(config, weights, f"{name}.{part}_norm", ops) for part in "qk"] if config.qk_norm else []
         self.window, self.is_rotary = config.windows[index], config.rotary[index]
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step, more: torch.Tensor) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd], plus `more`; the backend stores K/V in the layer's blocks."""
-        c, qkv = self.config, self.qkv_proj(x)
-        heads = qkv.view(len(x), -1, c.head_dim)
-        parts = torch.split(heads, [c.n_head, c.n_kv_head, c.n_kv_head], dim=1)
+        qkv = self.qkv_proj(x)
+        parts = torch.split(qkv.view(len(x), -1, self.head_dim), self.heads, dim=1)
         for norm, part in zip(self.norms, parts, strict=False):
-            part.copy_(norm(part.reshape(-1, c.head_dim)).view_as(part))
+            part.copy_(norm(part.reshape(-1, self.head_dim)).view_as(part))
         if self.is_rotary:
-            self.ops.rotate(qkv, c.n_head + c.n_kv_head, step.cos, step.sin)
+            self.ops.rotate(qkv, self.heads[0] + self.heads[1], step.cos, step.sin)
         q, k, v = parts
-        out = step.attention.forward(q, k, v, layer, c.head_dim**-0.5, self.window)
+        out = step.attention.forward(q, k, v, layer, self.head_dim**-0.5, self.window)
         return self.o_proj(out.view(len(x), -1), more)
 
 
 class MLP:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps) -> None:
+    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps, ranks: Ranks) -> None:
         self.activation, self.ops = config.activation, ops
         name = f"layers.{index}.mlp"
         self.gate_up_proj = _linear(weights, [f"{name}.gate_proj", f"{name}.up_proj"], config.mlp_bias, form)
-        self.down_proj = _linear(weights, [f"{name}.down_proj"], config.mlp_bias, form)
+        self.down_proj = ranks.joined(_linear(weights, [f"{name}.down_proj"], config.mlp_bias, form))
 
     def __call__(self, x: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """[T, n_embd] to [T, n_embd], plus `more`."""
@@ -85,11 +86,11 @@ class MLP:
 class Block:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps) -> None:
+    def __init__(self, config: LlamaConfig, weights: Weights, form: str, index: int, ops: RowOps, ranks: Ranks) -> None:
         self.input_layernorm = RMSNorm(config, weights, f"layers.{index}.input_layernorm", ops)
-        self.self_attn = Attention(config, weights, form, index, ops)
+        self.self_attn = Attention(config, weights, form, index, ops, ranks)
         self.post_attention_layernorm = RMSNorm(config, weights, f"layers.{index}.post_attention_layernorm", ops)
-        self.mlp = MLP(config, weights, form, index, ops)
+        self.mlp = MLP(config, weights, form, index, ops, ranks)
         release_freed()
 
     def __call__(self, x: torch.Tensor, layer: KVLayer, step: Step) -> torch.Tensor:
@@ -106,14 +107,16 @@ class Llama:
 
     Args:
         form: how linears keep their weights: `auto`, `int8` or `fp16` (see `make_linear`).
+        ranks: who computes it; `weights` are this rank's.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, form: str = "auto") -> None:
+    def __init__(self, config: LlamaConfig, weights: Weights, form: str = "auto", ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.embed_tokens, self.lm_head = _ends(config, weights, form)  # the largest first, while little is in memory
+        embedding, lm_head = _ends(config, weights, form)  # the largest first, while little is in memory
+        self.embed_tokens, self.lm_head = ranks.embedding(embedding), ranks.head(lm_head)
         norm = weights["norm.weight"]
         ops = make_row_ops(norm.device, norm.dtype)
-        self.layers = [Block(config, weights, form, index, ops) for index in range(config.n_layer)]
+        self.layers = [Block(config, weights, form, index, ops, ranks) for index in range(config.n_layer)]
         self.norm = RMSNorm(config, weights, "norm", ops)
         self.cos, self.sin = (
             table.to(norm.device) for table in config.rope.tables(config.head_dim, config.max_position)

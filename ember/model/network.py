@@ -19,6 +19,7 @@ from ember.model.gpt2_config import GPT2Config
 from ember.model.json_file import read_json_object, show
 from ember.model.llama import Llama
 from ember.model.llama_config import FAMILIES, LlamaConfig
+from ember.model.ranks import ALONE, Ranks
 
 NetworkConfig = GPT2Config | LlamaConfig
 
@@ -58,8 +59,10 @@ def network_config(folder: Path) -> NetworkConfig:
         raise ConfigError(f"{path}: {error.key}", error.value, error.allowed) from None
 
 
-def make_network(config: NetworkConfig, weights: Mapping[str, torch.Tensor], form: str = "auto") -> Network:
+def make_network(
+    config: NetworkConfig, weights: Mapping[str, torch.Tensor], form: str = "auto", ranks: Ranks = ALONE
+) -> Network:
     """The network that the config describes; each weight is asked for once (see `GPT2`, `Llama`)."""
     if isinstance(config, GPT2Config):
-        return GPT2(config, weights, form)
-    return Llama(config, weights, form)
+        return GPT2(config, weights, form, ranks)
+    return Llama(config, weights, form, ranks)

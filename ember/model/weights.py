@@ -9,7 +9,7 @@ weights as it takes them, nothing is in memory twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from ember.model.weight_layout import StoredTensor, WeightLayout
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+Cut = Callable[[str, torch.Tensor], torch.Tensor]
+"""The part of a weight, by its canonical name, that is wanted."""
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors")
 
 
@@ -59,13 +61,17 @@ class Weights(Mapping[str, torch.Tensor]):
         layout: WeightLayout,
         dtype: torch.dtype,
         device: torch.device,
+        cut: Cut | None = None,
     ) -> None:
         self._stored, self._folder, self._layout = stored, folder, layout
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._cut = dtype, device, cut
 
     def __getitem__(self, name: str) -> torch.Tensor:
         try:
-            return _load(self._stored[name], self._layout.is_turned(name), self._dtype, self._device)
+            stored = self._stored[name]
+            tensor = stored.read().T if self._layout.is_turned(name) else stored.read()
+            wanted = tensor if self._cut is None else self._cut(name, tensor)
+            return _load(wanted, stored.is_mapped, self._dtype, self._device)
         except (SafetensorError, OSError) as error:
             raise _unreadable(self._folder, error) from None
 
@@ -76,10 +82,12 @@ class Weights(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
 
-def load_weights(folder: Path, layout: WeightLayout, *, dtype: torch.dtype, device: torch.device) -> Weights:
+def load_weights(
+    folder: Path, layout: WeightLayout, *, dtype: torch.dtype, device: torch.device, cut: Cut | None = None
+) -> Weights:
     """Every weight under its canonical name, contiguous, in `dtype` on `device`; only the files' headers are read yet.
 
-    Returns: what `layout.shapes` asks for, in these shapes.
+    Returns: what `layout.shapes` asks for, in these shapes, or what `cut` leaves of them.
 
     Raises:
         UserError: no safetensors files, one is broken or missing, a tensor is missing, extra, of another shape or not
@@ -91,7 +99,7 @@ def load_weights(folder: Path, layout: WeightLayout, *, dtype: torch.dtype, devi
     except (SafetensorError, OSError) as error:
         raise _unreadable(folder, error) from None
     _check(stored, layout, folder)
-    return Weights({name: stored[name] for name in layout.shapes}, folder, layout, dtype, device)
+    return Weights({name: stored[name] for name in layout.shapes}, folder, layout, dtype, device, cut)
 
 
 def _unreadable(folder: Path, error: Exception) -> UserError:
@@ -198,10 +206,9 @@ def _check(stored: dict[str, StoredTensor], layout: WeightLayout, folder: Path) 
         raise UserError(f"{folder}: the weights do not fit config.json: {_some(wrong)}")
 
 
-def _load(source: StoredTensor, is_turned: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _load(tensor: torch.Tensor, is_mapped: bool, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """One copy, which turns and casts too. Never the mapping itself: a file cut short later would kill the process."""
-    tensor = source.read().T if is_turned else source.read()
-    if not source.is_mapped:
+    if not is_mapped:
         return tensor.contiguous().to(device, dtype)
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 
 from ember.core.sequence import FinishReason
@@ -43,11 +44,12 @@ def calibrate(plan: EnginePlan, sample: RowSample, sampling: SamplingParams) -> 
     timer = _Timer(llm, sampling)
     most = min(plan.config.max_num_seqs, len(sample.costs))
     stages = [(max(1, round(share * most)), most_s) for share, most_s in STAGES]
-    for count, _ in stages:  # compiles what is compiled late
-        timer.run(sample.repeated(count), most_s=60.0, most_steps=_WARM_UP_STEPS)
-    timer.forget()
-    for count, most_s in stages:
-        timer.run(sample.repeated(count), most_s=most_s)
+    with closing(llm):
+        for count, _ in stages:  # compiles what is compiled late
+            timer.run(sample.repeated(count), most_s=60.0, most_steps=_WARM_UP_STEPS)
+        timer.forget()
+        for count, most_s in stages:
+            timer.run(sample.repeated(count), most_s=most_s)
     stop_rate = timer.num_stops / max(1, timer.num_tokens)
     return Calibration(StepCosts.fitted(timer.steps, timer.durations), stop_rate, load_s, sum(timer.durations))
 
