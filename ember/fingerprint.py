@@ -10,7 +10,7 @@ from ember.config import JobConfig
 from ember.data.hashes import FileHashes
 from ember.entrypoints.job_plan import JobPlan
 
-RESULT_VERSION = 3
+RESULT_VERSION = 4
 """Goes up when the same settings would give other tokens or other rows."""
 
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import embedding
 
-from ember.model.linear import Linear, PackedLinear
+from ember.model.linear import Linear, PackedLinear, has_packed, narrowest
 
 
 class Embedding(Protocol):
@@ -18,14 +18,15 @@ class Embedding(Protocol):
 
 
 class PlainEmbedding:
-    """Rows of a matrix of its own."""
+    """Rows of a matrix of its own, on a CPU in 16 bits where all its float32 numbers fit."""
 
     def __init__(self, weight: torch.Tensor) -> None:
-        self._weight = weight
+        self._dtype = weight.dtype
+        self._weight = weight.to(narrowest(weight)) if has_packed(weight.device, weight.dtype) else weight
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """ids [T] to [T, C]."""
-        return embedding(ids, self._weight)
+        return embedding(ids, self._weight).to(self._dtype)
 
 
 class PackedEmbedding:

@@ -67,10 +67,10 @@ class PackedLinear:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, dtype: torch.dtype) -> None:
         from ember.model.linear_kernel import ACTIVATIONS  # with numba, which a plan does without
-        from ember.model.packed_matrix import PackedMatrix
+        from ember.model.packed_matrix import PackedMatrix, padded
 
         self.matrix = PackedMatrix(weight, dtype)
-        self._bias = self.matrix.padded(bias)
+        self._bias = padded(bias, len(weight))
         self._activation = ACTIVATIONS[activation]
 
     def __call__(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:

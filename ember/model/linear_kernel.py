@@ -12,8 +12,14 @@ that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication
     x     a block of k of up to HEIGHT rows is copied, so that it stays in the cache while a group of panels passes
     tile  up to ROWS rows by WIDTH columns of y, held in registers over a block of k
 
-Weights are float32, float16 (here uint16) or bfloat16 (int16), and are widened as they are loaded. tanh and erf are
-Eigen's rational approximations, a few units in the last place off. No library is called (the ends of PyTorch's own
+Weights of 8 bits, with a scale a column, are multiplied by x rounded to 16 bits, with a scale a row (see `quantized`).
+Their sums are whole numbers and exact in 32 bits, so any order will do:
+
+    w     [panels][pairs of k][WIDTH columns][2 k]    a panel is passed by as many rows as fit into the cache
+    y     the sums, then float32(sum) * the column's scale * the row's scale + bias, each rounded
+
+Other weights are float32, float16 (here uint16) or bfloat16 (int16), and are widened as they are loaded. tanh and erf
+are Eigen's rational approximations, a few units in the last place off. No library is called (the ends of PyTorch's own
 vectors, where other code runs, move with the height of the matrix); `contract` allows fused multiply-add.
 
 All compiled code is in this one file: numba's cache on the disk is renewed when the file changes, not what it imports.
@@ -21,19 +27,18 @@ All compiled code is in this one file: numba's cache on the disk is renewed when
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import extending, njit, prange, types
 from numba.core import cgutils
 
 from ember.kernel_cache import ensure_kernel_cache, patience
-from ember.model.processor import vector_lanes
+from ember.model.processor import pair_instruction, vector_lanes
 from ember.threads import numba_follows_torch
 
 ensure_kernel_cache()
@@ -56,14 +61,20 @@ _AHEAD = 4096  # bytes of the weight that are fetched early
 
 NONE, GELU_TANH, GELU_ERF, RELU = range(4)
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": NONE, "gelu_new": GELU_TANH, "gelu": GELU_ERF, "relu": RELU})
-LEVELS = 63
-"""Largest quantised value: u8 in 1 .. 127 times s8 keeps sums of two products within 16 bits, as AVX2 adds them."""
+INT8_DEPTH = 1536
+"""Most k in a block of 8-bit weights."""
+INT8_UNROLL = 4
+"""k a turn of the innermost loop of 8-bit weights: two pairs."""
+LEVELS = 127
+"""Largest weight of 8 bits; the smallest is its negative."""
 
-_PARALLEL_FROM = 1 << 16  # elements; below, waking a thread costs more than it saves
+_INT8_STRIDE = INT8_DEPTH + 32
+_INT8_CACHE = 1 << 17  # numbers of x, of 16 bits, that stay in half of a cache of 512 KB
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 F = np.float32
+_carray: Any = numba.carray  # type: ignore[attr-defined]
 intrinsic: Any = extending.intrinsic  # its own type hints count `typing` as an argument of the call
-_ZERO, _HALF, _ONE, _LEVELS, _SMALLEST = F(0), F(0.5), F(1), F(LEVELS), F(1e-30)
+_ZERO, _HALF, _ONE, _SMALLEST, _INFINITE, _NAN = F(0), F(0.5), F(1), F(1e-30), F(np.inf), F(np.nan)
 _CUBIC, _SQRT_2_BY_PI, _SQRT_HALF = F(0.044715), F(0.7978845608028654), F(0.7071067811865476)
 _TANH_END = F(7.90531110763549805)
 _T1, _T3, _T5, _T7 = F(4.89352455891786e-03), F(6.37261928875436e-04), F(1.48572235717979e-05), F(5.12229709037114e-08)
@@ -99,21 +110,6 @@ def _erf(x: Any) -> Any:
 
 
 @njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _scale_row(x: Any, bits: Any, out: Any) -> Any:
-    """out = x * LEVELS / max|x|; returns max|x| / LEVELS. Magnitudes compare alike as floats and as their bits."""
-    top = np.int32(0)
-    for d in range(len(bits)):
-        top = max(top, bits[d] & _MAGNITUDE)
-    bits_of_top = np.empty(1, np.int32)
-    bits_of_top[0] = top
-    largest = bits_of_top.view(np.float32)[0]
-    factor = _LEVELS / largest if largest > _SMALLEST else _ZERO
-    for d in range(len(x)):
-        out[d] = x[d] * factor
-    return largest / _LEVELS
-
-
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
 def _activate(y: Any, activation: Any) -> None:
     """y = activation(y), for a run of a row."""
     if activation == GELU_TANH:
@@ -130,17 +126,10 @@ def _activate(y: Any, activation: Any) -> None:
             y[n] = _ZERO if v < _ZERO else v
 
 
-@njit(cache=True, fastmath={"contract"}, error_model="numpy")
-def _finish_row(y: Any, scale: Any, bias: Any, activation: Any) -> None:
-    """y = activation(y * scale + bias)."""
-    for n in range(len(y)):
-        y[n] = y[n] * scale + bias[n]
-    _activate(y, activation)
-
-
 _FLOAT, _INT, _INDEX = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _BYTES = ir.IntType(8).as_pointer()
 _FLOATS, _INTS = ir.VectorType(_FLOAT, LANES), ir.VectorType(_INT, LANES)
+_WORDS = ir.VectorType(ir.IntType(16), 2 * LANES)
 _MULTIPLY_ADD = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
 _PREFETCH = ir.FunctionType(ir.VoidType(), [_BYTES, _INT, _INT, _INT])
 
@@ -165,77 +154,120 @@ def _load(builder: Any, pointer: Any, stored: str = "float32") -> Any:
     return raw
 
 
-def _spread(builder: Any, value: Any) -> Any:
+def _spread(builder: Any, value: Any, kind: Any = _FLOATS) -> Any:
     """The number in every lane."""
-    undefined = ir.Constant(_FLOATS, ir.Undefined)
+    undefined = ir.Constant(kind, ir.Undefined)
     first = builder.insert_element(undefined, value, ir.Constant(_INT, 0))
     return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
 
-def _fetch_early(builder: Any, w: Any, itemsize: int) -> None:
-    """The lines of a row of the panel that lies `_AHEAD` bytes on."""
+def _fetch_early(builder: Any, w: Any, length: int, itemsize: int) -> None:
+    """The lines of so many numbers of the weight that lie `_AHEAD` bytes on."""
     function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], _PREFETCH)
     read, keep, data = (ir.Constant(_INT, number) for number in (0, 3, 1))
-    for line in range(0, WIDTH * itemsize, 64):
+    for line in range(0, length * itemsize, 64):
         address = builder.bitcast(_at(builder, w, (_AHEAD + line) // itemsize), _BYTES)
         builder.call(function, [address, read, keep, data])
 
 
-def _products(builder: Any, x: Any, w: Any, depth: Any, sums: list[Any], rows: int, stored: str) -> list[Any]:
-    """The loop over k: sums[row * VECTORS + v] += x[row, k] * w[k, v], held in registers."""
-    multiply_add = cgutils.get_or_insert_function(builder.module, _MULTIPLY_ADD, f"llvm.fma.v{LANES}f32")
+def _joined(builder: Any, values: list[list[Any]], blocks: list[Any]) -> list[Any]:
+    """The values that the block gives from which this place was reached; values[i] are those of blocks[i]."""
+    joined = []
+    for choices in zip(*values, strict=True):
+        joined.append(builder.phi(choices[0].type))
+        for value, block in zip(choices, blocks, strict=True):
+            joined[-1].add_incoming(value, block)
+    return joined
+
+
+def _loop(
+    builder: Any, depth: Any, step: int, sums: list[Any], turn: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """sums = turn(k, sums) for k in 0, step .. depth, held in registers."""
     before, loop, after = builder.block, builder.append_basic_block(), builder.append_basic_block()
     builder.branch(loop)
     builder.position_at_end(loop)
-    k, held = builder.phi(_INDEX), [builder.phi(_FLOATS) for _ in sums]
-    k.add_incoming(ir.Constant(_INDEX, 0), before)
-    for phi, value in zip(held, sums, strict=True):
-        phi.add_incoming(value, before)
-    new = list(held)
-    here = _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
+    k, *held = phis = _joined(builder, [[ir.Constant(_INDEX, 0), *sums]], [before])
+    new = [builder.add(k, ir.Constant(_INDEX, step)), *turn(k, held)]
+    for phi, value in zip(phis, new, strict=True):
+        phi.add_incoming(value, loop)
+    builder.cbranch(builder.icmp_signed("<", new[0], depth), loop, after)
+    builder.position_at_end(after)
+    return new[1:]
+
+
+def _float_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any], stored: str) -> list[Any]:
+    """sums[row * VECTORS + v] += x[row, k] * w[k, v] for UNROLL k."""
+    multiply_add = cgutils.get_or_insert_function(builder.module, _MULTIPLY_ADD, f"llvm.fma.v{LANES}f32")
+    new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
     for turn in range(UNROLL):
         row_of_w = _at(builder, here, turn * WIDTH)
-        _fetch_early(builder, row_of_w, 4 if stored == "float32" else 2)
+        _fetch_early(builder, row_of_w, WIDTH, 4 if stored == "float32" else 2)
         columns = [_load(builder, _at(builder, row_of_w, v * LANES), stored) for v in range(VECTORS)]
-        for row in range(rows):
+        for row in range(len(sums) // VECTORS):
             factor = _spread(builder, builder.load(_at(builder, x, k, row * _STRIDE + turn)))
             for v in range(VECTORS):
                 at = row * VECTORS + v
                 new[at] = builder.call(multiply_add, [factor, columns[v], new[at]])
-    next_k = builder.add(k, ir.Constant(_INDEX, UNROLL))
-    k.add_incoming(next_k, loop)
-    for phi, value in zip(held, new, strict=True):
-        phi.add_incoming(value, loop)
-    builder.cbranch(builder.icmp_signed("<", next_k, depth), loop, after)
-    builder.position_at_end(after)
     return new
 
 
-def _begin(builder: Any, first: Any, bias: Any, y: Any, starts: list[Any]) -> list[Any]:
-    """The sums so far: the bias, or what an earlier block of k left in y."""
-    places = [(start, v * LANES) for start in starts for v in range(VECTORS)]
+def _begin(builder: Any, first: Any, fresh: Callable[[], list[Any]], left: list[Any]) -> list[Any]:
+    """The sums so far: fresh ones, or what an earlier block of k left there."""
     with builder.if_else(first) as (then, otherwise):
         with then:
-            once = [_load(builder, _at(builder, bias, v * LANES)) for v in range(VECTORS)]
-            fresh, from_then = [once[v // LANES] for _, v in places], builder.block
+            new, from_then = fresh(), builder.block
         with otherwise:
-            left, from_otherwise = [_load(builder, _at(builder, y, *place)) for place in places], builder.block
-    sums = []
-    for a, b in zip(fresh, left, strict=True):
-        phi = builder.phi(_FLOATS)
-        phi.add_incoming(a, from_then)
-        phi.add_incoming(b, from_otherwise)
-        sums.append(phi)
-    return sums
+            old, from_otherwise = [builder.load(place, align=4) for place in left], builder.block
+    return _joined(builder, [new, old], [from_then, from_otherwise])
 
 
-def _tile_of(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, stored: str) -> None:
-    x, w, y, bias = data
+def _load_all(builder: Any, row: Any) -> list[Any]:
+    """The columns of a panel."""
+    return [_load(builder, _at(builder, row, v * LANES)) for v in range(VECTORS)]
+
+
+def _places(builder: Any, y: Any, stride: Any, rows: int, kind: Any) -> list[Any]:
+    """Where the vectors of a tile of y are, a row after the other."""
     starts = [builder.mul(stride, ir.Constant(_INDEX, row)) for row in range(rows)]
-    sums = _products(builder, x, w, depth, _begin(builder, first, bias, y, starts), rows, stored)
-    for index, value in enumerate(sums):
-        to = _at(builder, y, starts[index // VECTORS], index % VECTORS * LANES)
-        builder.store(value, builder.bitcast(to, _FLOATS.as_pointer()), align=4)
+    return [
+        builder.bitcast(_at(builder, y, start, v * LANES), kind.as_pointer())
+        for start in starts
+        for v in range(VECTORS)
+    ]
+
+
+def _store(builder: Any, values: list[Any], places: list[Any]) -> None:
+    for value, place in zip(values, places, strict=True):
+        builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
+
+
+def _float_tile(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, stored: str) -> None:
+    x, w, y, bias = data
+    places = _places(builder, y, stride, rows, _FLOATS)
+    sums = _begin(builder, first, lambda: _load_all(builder, bias) * rows, places)
+    sums = _loop(builder, depth, UNROLL, sums, lambda k, held: _float_turn(builder, x, w, k, held, stored))
+    _store(builder, sums, places)
+
+
+def _by_height(builder: Any, height: Any, emit: Callable[[int], None]) -> None:
+    """Code for a tile of each height, 1 to ROWS, of which the right one runs."""
+    end = builder.append_basic_block()
+    switch = builder.switch(height, end)
+    for rows in range(1, ROWS + 1):
+        block = builder.append_basic_block()
+        switch.add_case(ir.Constant(_INDEX, rows), block)
+        builder.position_at_end(block)
+        emit(rows)
+        builder.branch(end)
+    builder.position_at_end(end)
+
+
+def _pointers(context: Any, builder: Any, kinds: Any, arrays: Any, offsets: Any) -> list[Any]:
+    """Where in each of the arrays a tile begins."""
+    made = [context.make_array(kind)(context, builder, array) for kind, array in zip(kinds, arrays, strict=True)]
+    places = cgutils.unpack_tuple(builder, offsets, len(made))
+    return [_at(builder, array.data, place) for array, place in zip(made, places, strict=True)]
 
 
 @intrinsic
@@ -254,24 +286,123 @@ def _tile(
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kinds, offsets = signature.args[1:5], cgutils.unpack_tuple(builder, values[5], 4)
-        arrays = [
-            context.make_array(kind)(context, builder, value) for kind, value in zip(kinds, values[1:5], strict=True)
-        ]
-        data = [_at(builder, array.data, offset) for array, offset in zip(arrays, offsets, strict=True)]
-        end = builder.append_basic_block()
-        switch = builder.switch(values[0], end)
-        for height in range(1, ROWS + 1):
-            block = builder.append_basic_block()
-            switch.add_case(ir.Constant(_INDEX, height), block)
-            builder.position_at_end(block)
-            _tile_of(builder, height, data, depth=values[6], stride=values[7], first=values[8], stored=w.dtype.name)
-            builder.branch(end)
-        builder.position_at_end(end)
+        data = _pointers(context, builder, signature.args[1:5], values[1:5], values[5])
+        rest = {"depth": values[6], "stride": values[7], "first": values[8], "stored": w.dtype.name}
+        _by_height(builder, values[0], lambda height: _float_tile(builder, height, data, **rest))
         return context.get_dummy_value()
 
     number, offsets = types.intp, types.UniTuple(types.intp, 4)
     return types.void(number, x, w, y, bias, offsets, number, number, types.boolean), emit
+
+
+def _sum_of_pairs(builder: Any, x: Any, w: Any) -> Any:
+    """x[2i] * w[2i] + x[2i + 1] * w[2i + 1] of 16-bit numbers, in 32 bits. LLVM makes VNNI of this and a sum."""
+    if name := pair_instruction(LANES):
+        function = ir.FunctionType(_INTS, [_WORDS, _WORDS])
+        return builder.call(cgutils.get_or_insert_function(builder.module, function, name), [x, w])
+    undefined, products = ir.Constant(_WORDS, ir.Undefined), []
+    for parity in (0, 1):
+        chosen = ir.Constant(_INTS, list(range(parity, 2 * LANES, 2)))
+        halves = (builder.sext(builder.shuffle_vector(v, undefined, chosen), _INTS) for v in (x, w))
+        products.append(builder.mul(*halves))
+    return builder.add(*products)
+
+
+def _load_pairs(builder: Any, w: Any) -> list[Any]:
+    """Two k of each column of a panel, as 16-bit numbers."""
+    stored = ir.VectorType(ir.IntType(8), 2 * LANES).as_pointer()
+    places = [builder.bitcast(_at(builder, w, v * 2 * LANES), stored) for v in range(VECTORS)]
+    return [builder.sext(builder.load(place, align=1), _WORDS) for place in places]
+
+
+def _int8_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
+    """As `_float_turn`, for INT8_UNROLL k, in pairs."""
+    new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
+    _fetch_early(builder, here, INT8_UNROLL * WIDTH, 1)
+    for pair in range(0, INT8_UNROLL, 2):
+        columns = _load_pairs(builder, _at(builder, here, pair * WIDTH))
+        for row in range(len(sums) // VECTORS):
+            place = builder.bitcast(_at(builder, x, k, row * _INT8_STRIDE + pair), _INT.as_pointer())
+            factors = builder.bitcast(_spread(builder, builder.load(place, align=4), _INTS), _WORDS)
+            for v in range(VECTORS):
+                at = row * VECTORS + v
+                new[at] = builder.add(new[at], _sum_of_pairs(builder, factors, columns[v]))
+    return new
+
+
+def _scaled(builder: Any, sums: list[Any], bias: Any, scales: Any, row_scales: Any) -> list[Any]:
+    """sum * the column's scale * the row's + bias, in this order, each rounded."""
+    biases, columns = _load_all(builder, bias), _load_all(builder, scales)
+    rows = [_spread(builder, builder.load(_at(builder, row_scales, row))) for row in range(len(sums) // VECTORS)]
+    done = []
+    for at, value in enumerate(sums):
+        scaled = builder.fmul(builder.sitofp(value, _FLOATS), columns[at % VECTORS])
+        done.append(builder.fadd(builder.fmul(scaled, rows[at // VECTORS]), biases[at % VECTORS]))
+    return done
+
+
+def _int8_tile_of(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, last: Any) -> None:
+    x, w, y, *ending = data
+    places = _places(builder, y, stride, rows, _INTS)
+    sums = _begin(builder, first, lambda: [ir.Constant(_INTS, None)] * len(places), places)
+    sums = _loop(builder, depth, INT8_UNROLL, sums, lambda k, held: _int8_turn(builder, x, w, k, held))
+    with builder.if_else(last) as (then, otherwise):
+        with then:
+            _store(builder, _scaled(builder, sums, *ending), places)
+        with otherwise:
+            _store(builder, sums, places)
+
+
+@intrinsic
+def _int8_tile(
+    typing: Any, rows: Any, x: Any, w: Any, y: Any, ending: Any, at: Any, depth: Any, stride: Any, ends: Any
+) -> Any:
+    """Add a block of k to a tile of y, which holds whole numbers until its last block.
+
+    Args:
+        rows: 1 to ROWS.
+        x, w, y: flat; rounded rows with a stride of _INT8_STRIDE, the weight, the result.
+        ending: the padded bias, the scales of the weight and of x.
+        at: where in each of these six.
+        depth: k in the block, a multiple of INT8_UNROLL.
+        stride: of the rows of y.
+        ends: whether this is the first block of k, and whether it is the last.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        arrays = [*values[1:4], *cgutils.unpack_tuple(builder, values[4], 3)]
+        data = _pointers(context, builder, [x, w, y, *ending], arrays, values[5])
+        first, last = cgutils.unpack_tuple(builder, values[8], 2)
+        rest = {
+            "depth": values[6],
+            "stride": values[7],
+            "first": _as_bit(builder, first),
+            "last": _as_bit(builder, last),
+        }
+        _by_height(builder, values[0], lambda height: _int8_tile_of(builder, height, data, **rest))
+        return context.get_dummy_value()
+
+    number, offsets = types.intp, types.UniTuple(types.intp, 6)
+    return types.void(number, x, w, y, ending, offsets, number, number, types.UniTuple(types.boolean, 2)), emit
+
+
+def _as_bit(builder: Any, flag: Any) -> Any:
+    """A boolean out of a tuple, where it is a byte."""
+    return flag if flag.type == ir.IntType(1) else builder.trunc(flag, ir.IntType(1))
+
+
+@intrinsic
+def _floats(typing: Any, address: Any) -> Any:
+    """float32 at an address."""
+    return types.CPointer(types.float32)(types.intp), lambda context, builder, signature, values: builder.inttoptr(
+        values[0], _FLOAT.as_pointer()
+    )
+
+
+@intrinsic
+def _float_of(typing: Any, bits: Any) -> Any:
+    """The float32 of these bits."""
+    return types.float32(types.int32), lambda context, builder, signature, values: builder.bitcast(values[0], _FLOAT)
 
 
 @njit(error_model="numpy")
@@ -295,6 +426,22 @@ def _finish_tile(y: Any, begin: Any, stride: Any, rows: Any, more: Any, rest: An
         if step > 0:
             for n in range(columns):
                 run[n] += more[at + row * step + n]
+
+
+@njit(error_model="numpy")
+def _rows_at(address: Any, rows: Any, stride: Any, columns: Any) -> Any:
+    """The memory of so many rows, flat."""
+    return _carray(_floats(address), ((rows - 1) * stride + columns,))
+
+
+@njit(error_model="numpy")
+def _share_of(part: Any, cuts: Any, rows: Any, panels: Any) -> Any:
+    """The rows and the panels of a part, each (begin, end)."""
+    row, panel = part // cuts[1], part % cuts[1]
+    return (
+        (rows * row // cuts[0], rows * (row + 1) // cuts[0]),
+        (panels * panel // cuts[1], panels * (panel + 1) // cuts[1]),
+    )
 
 
 @njit(error_model="numpy")
@@ -326,13 +473,14 @@ def _multiply_share(
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
-def multiply(x: Any, w: Any, bias: Any, more: Any, y: Any, shape: Any, activation: Any, height: Any, cuts: Any) -> None:
+def multiply(w: Any, bias: Any, addresses: Any, shape: Any, activation: Any, height: Any, cuts: Any) -> None:
     """y = activation(x w^T + bias) + more.
 
     Args:
-        x, more, y: flat float32; rows with the strides that `shape` says; `more` has stride 0 where there is none.
         w: flat, packed (see the top of this file).
         bias: [panels * WIDTH] float32.
+        addresses: of x, more and y, float32; rows with the strides that `shape` says; `more` has stride 0 where there
+            is none.
         shape: strides of x, more and y; columns of y; k in all; k in a block; panels in a group.
         activation: a number of ACTIVATIONS.
         height: rows.
@@ -340,92 +488,105 @@ def multiply(x: Any, w: Any, bias: Any, more: Any, y: Any, shape: Any, activatio
     """
     count = (shape[3] + WIDTH - 1) // WIDTH
     for part in prange(cuts[0] * cuts[1]):
-        row, panel = part // cuts[1], part % cuts[1]
-        rows = (height * row // cuts[0], height * (row + 1) // cuts[0])
-        panels = (count * panel // cuts[1], count * (panel + 1) // cuts[1])
+        rows, panels = _share_of(part, cuts, height, count)
         copied = np.empty(min(HEIGHT, rows[1] - rows[0]) * _STRIDE, np.float32)
+        x = _rows_at(addresses[0], height, shape[0], shape[4])
+        more = _rows_at(addresses[1], height, shape[1], shape[3])
+        y = _rows_at(addresses[2], height, shape[2], count * WIDTH)
         _multiply_share(x, w, bias, more, y, shape, activation, rows, panels, copied)
 
 
-@njit(cache=True)
-def _scale_few(x: Any, bits: Any, out: Any, scales: Any) -> None:
-    for m in range(len(x)):
-        scales[m] = _scale_row(x[m], bits[m], out[m])
+@njit(error_model="numpy")
+def _round_row(x: Any, levels: Any, begin: Any, step: Any, depth: Any, to: Any) -> Any:
+    """x / s to the nearest whole numbers; returns s = max|x| / levels, or NaN where x holds a NaN or an infinity.
+
+    Magnitudes compare alike as floats and as their bits. A block of `depth` k lies `step` numbers after the one before.
+    """
+    top = np.int32(0)
+    bits = x.view(np.int32)
+    for k in range(len(bits)):
+        top = max(top, bits[k] & _MAGNITUDE)
+    largest = _float_of(top)
+    factor = levels / largest if _SMALLEST < largest < _INFINITE else _ZERO
+    for k in range(0, len(x), depth):
+        run, rounded = x[k : k + depth], to[begin + k // depth * step :]
+        if factor > _ZERO:
+            for i in range(len(run)):
+                rounded[i] = np.int16(np.rint(run[i] * factor))
+        else:
+            rounded[: len(run)] = 0
+        rounded[len(run) : len(run) + -len(run) % INT8_UNROLL] = 0
+    return largest / levels if largest < _INFINITE else _NAN
 
 
-@njit(parallel=True, cache=True)
-def _scale_many(x: Any, bits: Any, out: Any, scales: Any) -> None:
-    for m in prange(len(x)):
-        scales[m] = _scale_row(x[m], bits[m], out[m])
+@njit(error_model="numpy")
+def _int8_share(
+    x: Any, w: Any, ending: Any, more: Any, y: Any, shape: Any, levels: Any, activation: Any, rows: Any, panels: Any
+) -> None:
+    """The part of `multiply_int8` that is in these rows and panels, each (begin, end)."""
+    x_stride, more_stride, y_stride, width, inner, depth = shape
+    count = rows[1] - rows[0]
+    most = max(2 * ROWS, min(HEIGHT, _INT8_CACHE // inner))
+    times, blocks, padded = (count + most - 1) // most, (inner + depth - 1) // depth, inner + -inner % INT8_UNROLL
+    most = min(most, count)
+    rounded, row_scales = np.empty(blocks * most * _INT8_STRIDE, np.int16), np.empty(most, np.float32)
+    for time in range(times):
+        m, end_m = rows[0] + count * time // times, rows[0] + count * (time + 1) // times
+        height = end_m - m
+        tiles = (height + ROWS - 1) // ROWS
+        for row in range(height):
+            run = x[(m + row) * x_stride : (m + row) * x_stride + inner]
+            row_scales[row] = _round_row(run, levels, row * _INT8_STRIDE, most * _INT8_STRIDE, depth, rounded)
+        for panel in range(panels[0], panels[1]):
+            n = panel * WIDTH
+            for k in range(0, padded, depth):
+                taken, last = min(depth, padded - k), k + depth >= padded
+                for t in range(tiles):
+                    begin, end = height * t // tiles, height * (t + 1) // tiles
+                    x_at, y_at = (k // depth * most + begin) * _INT8_STRIDE, (m + begin) * y_stride + n
+                    at = (x_at, n * padded + k * WIDTH, y_at, n, n, begin)
+                    ends = (k == 0, last)
+                    _int8_tile(
+                        end - begin, rounded, w, y, (ending[0], ending[1], row_scales), at, taken, y_stride, ends
+                    )
+                    if last and (activation != NONE or more_stride > 0):
+                        rest = (min(WIDTH, width - n), activation, (m + begin) * more_stride + n, more_stride)
+                        _finish_tile(y, y_at, y_stride, end - begin, more, rest)
 
 
-@njit(cache=True)
-def _finish_few(y: Any, scales: Any, bias: Any, activation: Any) -> None:
-    for m in range(len(y)):
-        _finish_row(y[m], scales[m], bias, activation)
-
-
-@njit(parallel=True, cache=True)
-def _finish_many(y: Any, scales: Any, bias: Any, activation: Any) -> None:
-    for m in prange(len(y)):
-        _finish_row(y[m], scales[m], bias, activation)
-
-
-def scale_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row [in] of x [T, in] to -LEVELS .. LEVELS: the scaled rows, and the scales [T] that give them back."""
-    x = x.contiguous()
-    out, scales = torch.empty_like(x), torch.empty(len(x))
-    arrays = x.numpy(), x.view(torch.int32).numpy(), out.numpy(), scales.numpy()
-    if x.numel() < _PARALLEL_FROM:
-        _scale_few(*arrays)
-    else:
-        numba_follows_torch()
-        _scale_many(*arrays)
-    return out, scales
-
-
-class Finish:
-    """The end of a linear layer, in place: activation(y * scales + bias), row by row.
+@njit(parallel=True, cache=True, error_model="numpy")
+def multiply_int8(
+    w: Any, scales: Any, bias: Any, addresses: Any, shape: Any, levels: Any, activation: Any, height: Any, cuts: Any
+) -> None:
+    """y = activation(x w^T + bias) + more, with weights of 8 bits.
 
     Args:
-        bias: [out], or none.
-        width: out.
-        activation: none, gelu_new, gelu or relu.
+        w: flat int8, packed (see the top of this file).
+        scales, bias: [panels * WIDTH] float32.
+        addresses, activation, height, cuts: as of `multiply`.
+        shape: strides of x, more and y; columns of y; k in all; k in a block.
+        levels: x is rounded to so many, float32.
     """
-
-    def __init__(self, bias: torch.Tensor | None, width: int, activation: str) -> None:
-        self._bias = torch.zeros(width) if bias is None else bias
-        self._activation = ACTIVATIONS[activation]
-        warm_up()
-
-    def __call__(self, y: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """y [T, out], scales [T] or none; returns y."""
-        scales = torch.ones(len(y)) if scales is None else scales
-        arrays = y.numpy(), scales.numpy(), self._bias.numpy(), self._activation
-        if y.numel() < _PARALLEL_FROM:
-            _finish_few(*arrays)
-        else:
-            numba_follows_torch()
-            _finish_many(*arrays)
-        return y
-
-
-def warm_up() -> None:
-    """Compile what int8 weights need, or load what an earlier process compiled."""
-    numba_follows_torch()
-    x, scales = np.zeros((1, 8), np.float32), np.zeros(1, np.float32)
-    for scale in (_scale_few, _scale_many):
-        scale(x, x.view(np.int32), np.empty_like(x), scales)
-    for finish in (_finish_few, _finish_many):
-        finish(x, scales, x[0].copy(), NONE)
+    count = (shape[3] + WIDTH - 1) // WIDTH
+    for part in prange(cuts[0] * cuts[1]):
+        rows, panels = _share_of(part, cuts, height, count)
+        x = _rows_at(addresses[0], height, shape[0], shape[4])
+        more = _rows_at(addresses[1], height, shape[1], shape[3])
+        y = _rows_at(addresses[2], height, shape[2], count * WIDTH)
+        _int8_share(x, w, (bias, scales), more, y, shape, levels, activation, rows, panels)
 
 
 def warm_up_multiply(stored: str) -> None:
     """Compile `multiply` for weights of this numpy dtype (float32, uint16 or int16), or load it."""
     numba_follows_torch()
     numbers, weights = types.Array(types.float32, 1, "C"), types.Array(numba.from_dtype(np.dtype(stored)), 1, "C")
-    shape, cuts = types.UniTuple(types.int64, 7), types.UniTuple(types.int64, 2)
+    ints = [types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 6 if stored == "int8" else 7)]
+    rest = [types.int64, types.int64, types.UniTuple(types.int64, 2)]
+    function: Any = multiply
+    arguments = [weights, numbers, *ints, *rest]
+    if stored == "int8":
+        function, arguments = multiply_int8, [weights, numbers, numbers, *ints, types.float32, *rest]
     with patience("the CPU matrix kernel: a few seconds, once for each form of the weights"):
-        multiply.disable_compile(False)
-        multiply.compile(types.void(numbers, weights, numbers, numbers, numbers, shape, types.int64, types.int64, cuts))
-        multiply.disable_compile()
+        function.disable_compile(False)
+        function.compile(types.void(*arguments))
+        function.disable_compile()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
@@ -17,8 +17,9 @@ _STORED_AS: Mapping[torch.dtype, torch.dtype] = MappingProxyType(
     {torch.float32: torch.float32, torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 )
 """What the kernel calls a dtype that numba has no type for."""
+Triple = tuple[int, int, int]
 _GROUP = (8, 16)  # fewest and most panels
-_READING = 16  # rows that take as long to compute as a weight takes to read from memory
+_READING = 16  # see `fill`
 _CHUNK = 256  # rows looked at at a time
 _PADDING = 16
 """Numbers beside each row of a result: rows a power of two apart would share sets of the processor's cache."""
@@ -56,46 +57,69 @@ class PackedMatrix:
         )
 
     def multiply(
-        self, x: torch.Tensor, bias: torch.Tensor, activation: int, more: torch.Tensor | None = None
+        self, x: torch.Tensor, bias: np.ndarray, activation: int, more: torch.Tensor | None = None
     ) -> torch.Tensor:
         """activation(x W^T + bias) + more.
 
         Args:
             x: [T, in] float32.
-            bias: [panels * WIDTH] float32 (see `padded`).
+            bias: see `padded`.
             more: [T, out] float32, added last.
 
         Returns:
             [T, out]: columns of a wider tensor.
         """
-        numba_follows_torch()
-        x, height, stride = with_runs(x), len(x), self.panels * kernel.WIDTH + _PADDING
-        y = torch.empty(height, stride)
-        added, more_stride = bias, 0
-        if more is not None:
-            more = with_runs(more)
-            added, more_stride = flat(more), more.stride(0)
-        shape = (x.stride(0), more_stride, stride, self.out_features, self.in_features, self.depth, self.group)
-        cuts = _cuts(self.panels, height, torch.get_num_threads())
-        kernel.multiply(
-            flat(x).numpy(),
-            self.data,
-            bias.numpy(),
-            added.numpy(),
-            y.view(-1).numpy(),
-            shape,
-            activation,
-            height,
-            cuts,
-        )
-        return y[:, : self.out_features]
 
-    def padded(self, bias: torch.Tensor | None) -> torch.Tensor:
-        """A bias [out], or none, as [panels * WIDTH] float32."""
-        whole = torch.zeros(self.panels * kernel.WIDTH)
-        if bias is not None:
-            whole[: self.out_features] = bias
-        return whole
+        def run(addresses: Triple, strides: Triple, height: int, cuts: tuple[int, int]) -> None:
+            shape = (*strides, self.out_features, self.in_features, self.depth, self.group)
+            kernel.multiply(self.data, bias, addresses, shape, activation, height, cuts)
+
+        return fill(run, x, more, self.out_features, _READING)
+
+
+def fill(
+    run: Callable[[Triple, Triple, int, tuple[int, int]], None],
+    x: torch.Tensor,
+    more: torch.Tensor | None,
+    width: int,
+    reading: int,
+) -> torch.Tensor:
+    """Let `run(addresses, strides, height, cuts)`, a call of a kernel, fill the result of a linear.
+
+    Args:
+        run: addresses and strides are those of x, `more` and the result (see `linear_kernel.multiply`).
+        x: [T, in] float32.
+        more: [T, out] float32, or none.
+        width: out.
+        reading: rows that take as long to compute as a weight takes to read from memory.
+
+    Returns:
+        [T, out]: columns of a wider tensor.
+
+    Raises:
+        TypeError: x or `more` is not float32: the kernel is told addresses only.
+    """
+    if x.dtype != torch.float32 or (more is not None and more.dtype != torch.float32):
+        raise TypeError("the compiled linear takes float32")
+    numba_follows_torch()
+    x, panels = with_runs(x), -(-width // kernel.WIDTH)
+    height, stride = len(x), panels * kernel.WIDTH + _PADDING
+    y, added, added_stride = torch.empty(height, stride), 0, 0
+    if more is not None:
+        more = with_runs(more)
+        added, added_stride = more.data_ptr(), more.stride(0)
+    if height:
+        addresses, strides = (x.data_ptr(), added, y.data_ptr()), (x.stride(0), added_stride, stride)
+        run(addresses, strides, height, _cuts(panels, height, torch.get_num_threads(), reading))
+    return y[:, :width]
+
+
+def padded(row: torch.Tensor | None, width: int) -> np.ndarray:
+    """A row [width], or none, as float32 with zeros up to the end of the last panel."""
+    whole = torch.zeros(-(-width // kernel.WIDTH) * kernel.WIDTH)
+    if row is not None:
+        whole[:width] = row
+    return whole.numpy()
 
 
 def _pack(weight: torch.Tensor, dtype: torch.dtype, group: int, depth: int) -> np.ndarray:
@@ -136,7 +160,8 @@ def _even(k: int) -> int:
 
 def with_runs(x: torch.Tensor) -> torch.Tensor:
     """x [T, n] with rows that are runs of memory, not overlapping."""
-    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+    step, each = x.stride()
+    return x if each == 1 and step >= x.shape[1] else x.contiguous()
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
@@ -145,10 +170,10 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def _cuts(panels: int, height: int, threads: int) -> tuple[int, int]:
+def _cuts(panels: int, height: int, threads: int, reading: int) -> tuple[int, int]:
     """Into how many parts rows and panels are cut: one part a thread, the dearest as cheap as can be.
 
     A part costs its rows times its panels, and the panels once more for being read.
     """
     whole = [(rows, threads // rows) for rows in range(1, threads + 1) if threads % rows == 0]
-    return min(whole, key=lambda cut: (-(-height // cut[0]) + _READING) * -(-panels // cut[1]))
+    return min(whole, key=lambda cut: (-(-height // cut[0]) + reading) * -(-panels // cut[1]))

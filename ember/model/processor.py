@@ -19,6 +19,13 @@ def vector_lanes() -> int:
     return 16 if _feature("avx512f") else 8
 
 
+def pair_instruction(lanes: int) -> str | None:
+    """LLVM's name of what adds pairs of 16-bit products in vectors of so many sums, where it is one instruction."""
+    if lanes == 16:
+        return "llvm.x86.avx512.pmaddw.d.512" if _feature("avx512bw") else None
+    return "llvm.x86.avx2.pmadd.wd" if _feature("avx2") else None
+
+
 def _feature(name: str) -> bool:
     import llvmlite.binding as llvm  # the compiler's own view of the machine
 

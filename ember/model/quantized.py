@@ -1,71 +1,80 @@
 """Linear layers with weights of 8 bits on a CPU, a row's result independent, to the bit, of the rows beside it.
 
-W8A8: a scale for each output channel of the weight and for each row of x; 8-bit products, summed exactly.
-PyTorch's `quantized::linear_dynamic` has one scale for the whole matrix, so that neighbours would matter. Instead
+W8A16: a scale for each output channel of the weight, and one for each row of x, which is rounded to 16 bits or as many
+as leave room for the sums. These are whole numbers and exact, so that nothing a processor can or cannot do, and no
+order, changes them: a row is the same on every machine.
 
-    y = fbgemm(x / s, input scale 1, zero point 64) * s + b        s = max|x| / 63, for each row
+    y = sum of round(x / s) * round(w / t) * t * s + b        s = max|x| / levels a row, t = max|w| / 127 a channel
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-
+import numpy as np
 import torch
 
 from ember.errors import ConfigError
+from ember.huge_pages import zeros
+from ember.model import linear_kernel as kernel
 from ember.model.linear import has_packed
-from ember.model.linear_kernel import Finish, scale_rows
+from ember.model.packed_matrix import Triple, fill, padded
 
-_OPERATORS = ("linear_prepack", "linear_with_input_q_dq_qweight_dq_output_fp32")
+_READING = 8  # see `fill`
+_MOST_LEVELS, _LARGEST_SUM = 2**15 - 1, 2**31 - 1
 
 
 def check_weights(form: str, device: torch.device, dtype: torch.dtype) -> None:
     """See that `int8` or `fp16` weights run there.
 
     Raises:
-        ConfigError: another device or dtype, or a PyTorch without the operators.
+        ConfigError: another device or dtype, or a processor without what it takes.
     """
     if device.type != "cpu" or dtype != torch.float32:
         found = f"{device.type} in {str(dtype).removeprefix('torch.')}"
         raise ConfigError("weights", form, f"runs on a CPU in float32, not on {found}; use auto")
-    if form == "fp16":
-        if not has_packed(device, dtype):
-            raise ConfigError("weights", form, "needs a processor with a fused multiply-add; use auto")
-        return
-    has_all = all(hasattr(torch.ops.quantized, name) for name in _OPERATORS)
-    if "fbgemm" not in torch.backends.quantized.supported_engines or not has_all:
-        raise ConfigError("weights", form, "this PyTorch lacks fbgemm's operators (they need an x86 CPU); use auto")
+    if form == "fp16" and not has_packed(device, dtype):
+        raise ConfigError("weights", form, "needs a processor with a fused multiply-add; use auto")
 
 
 class Int8Linear:
     """A linear layer with weight [out, in] in 8 bits, bias [out] or none, and one of the activations."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str) -> None:
-        scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny).double() / 127
-        zeros = torch.zeros(len(weight), dtype=torch.long)
-        with _fbgemm():
-            quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
-            self._packed = torch.ops.quantized.linear_prepack(quantized, None)
-        self._finish = Finish(bias, len(weight), activation)
+        self._out, self._in = weight.shape
+        scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / kernel.LEVELS
+        self._data = _pack(weight, scales).numpy()
+        self._scales, self._bias = (padded(row, self._out) for row in (scales, bias))
+        self._activation = kernel.ACTIVATIONS[activation]
+        self._levels = np.float32(levels(self._in))
+        self._depth = _even(-(-self._in // -(-self._in // kernel.INT8_DEPTH)))
+        kernel.warm_up_multiply("int8")
 
     def __call__(self, x: torch.Tensor, more: torch.Tensor | None = None) -> torch.Tensor:
         """[T, in] to [T, out]; `more` [T, out] is added last."""
-        rows, scales = scale_rows(x)
-        y: torch.Tensor = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(rows, 1.0, 64, self._packed)
-        y = self._finish(y, scales)
-        return y if more is None else y.add_(more)
+        return fill(self._run, x, more, self._out, _READING)
+
+    def _run(self, addresses: Triple, strides: Triple, height: int, cuts: tuple[int, int]) -> None:
+        shape = (*strides, self._out, self._in, self._depth)
+        ends = (self._data, self._scales, self._bias)
+        kernel.multiply_int8(*ends, addresses, shape, self._levels, self._activation, height, cuts)
 
 
-@contextmanager
-def _fbgemm() -> Iterator[None]:
-    """Pack for fbgemm, whose sums do not depend on the rows beside, whatever engine PyTorch would take by itself."""
-    before = torch.backends.quantized.engine
-    torch.backends.quantized.engine = "fbgemm"
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.quantize", UserWarning)  # deprecated after 2.13
-            yield
-    finally:
-        torch.backends.quantized.engine = before
+def levels(inner: int) -> int:
+    """What the numbers of a row of x are rounded to, at most: the largest sum of products fits in 32 bits."""
+    return min(_MOST_LEVELS, _LARGEST_SUM // (kernel.LEVELS * inner))
+
+
+def _pack(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[panels][pairs of k][WIDTH columns][2 k] int8, flat, a panel at a time: next to nothing lies in memory twice."""
+    (rows, inner), width = weight.shape, kernel.WIDTH
+    panels = zeros((-(-rows // width), _even(inner) // 2, width, 2), torch.int8)
+    for panel, to in enumerate(panels):
+        part = slice(panel * width, (panel + 1) * width)
+        rounded = (weight[part] / scales[part, None]).round().clamp(-kernel.LEVELS, kernel.LEVELS).to(torch.int8)
+        whole = torch.zeros(width, _even(inner), dtype=torch.int8)
+        whole[: len(rounded), :inner] = rounded
+        to.copy_(whole.view(width, -1, 2).transpose(0, 1))
+    return panels.view(-1)
+
+
+def _even(k: int) -> int:
+    return -(-k // kernel.INT8_UNROLL) * kernel.INT8_UNROLL

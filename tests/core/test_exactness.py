@@ -10,7 +10,6 @@ from ember.core import exactness
 from ember.core.exactness import why_not_exact
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError
-from ember.model import quantized
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -51,9 +50,3 @@ def test_require_is_refused_where_bits_are_not_promised():
 def test_low_precision_weights_are_refused_in_other_dtypes(weights):
     with pytest.raises(ConfigError, match=f"weights={weights}: runs on a CPU in float32, not on cpu in bfloat16"):
         EnginePlan.resolve(EngineConfig(device="cpu", dtype="bfloat16", weights=weights))
-
-
-def test_low_precision_weights_are_refused_without_fbgemm(monkeypatch):
-    monkeypatch.setattr(quantized, "_OPERATORS", ("linear_prepack", "no_such_operator"))
-    with pytest.raises(ConfigError, match="weights=int8: this PyTorch lacks fbgemm"):
-        EnginePlan.resolve(EngineConfig(device="cpu", weights="int8"))

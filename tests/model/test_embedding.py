@@ -36,3 +36,5 @@ def test_a_head_of_other_numbers_gives_no_rows():
 def test_the_rows_keep_their_precision_beside_a_head_of_fewer_bits(form):
     weight = matrix(101, 24)
     assert torch.equal(token_embedding(weight, make_linear(weight, form=form))(torch.arange(101)), weight)
+    narrow = weight.bfloat16().float()
+    assert torch.equal(token_embedding(narrow, make_linear(narrow, form=form))(torch.arange(101)), narrow)
