@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,37 @@ def no_log_file_of_another_test() -> Iterator[None]:
     for handler in [h for h in logging.root.handlers if isinstance(h, logging.FileHandler) and h not in before]:
         logging.root.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_model_is_loaded_once() -> Iterator[None]:
+    """Its tokenizer and, for each form, its network: nobody writes to them, and hundreds of tests ask for them."""
+    if "torch" not in sys.modules:  # no test of this session is about models
+        yield
+        return
+    from ember.entrypoints import plan
+    from ember.model.presets import TINY
+    from ember.model.ranks import ALONE
+    from ember.parallel import rank
+
+    load_tokenizer, make_network, networks = plan.load_tokenizer, rank.make_network, {}
+    tokenizer = cache(load_tokenizer)
+
+    def shared_tokenizer(folder: Path, **options: bool) -> object:
+        return (tokenizer if folder == TINY else load_tokenizer)(folder, **options)
+
+    def shared_network(config: object, weights: Mapping[str, object], form: str, ranks: object) -> object:
+        if weights._folder != TINY or ranks is not ALONE:
+            return make_network(config, weights, form, ranks)
+        key = (config, weights._dtype, weights._device, form)
+        if key not in networks:
+            networks[key] = make_network(config, weights, form, ranks)
+        return networks[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "load_tokenizer", shared_tokenizer)
+        patch.setattr(rank, "make_network", shared_network)
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -14,10 +14,12 @@ import pyarrow.dataset as ds
 import pytest
 
 from ember.config import JobConfig
+from ember.core.model_runner import ModelRunner
 from ember.errors import UserError
 from ember.job import run_job
 from ember.run import main
 from ember.sampling_params import SamplingParams
+from tests.durability.memory import constant_logits
 
 NUM_SEQS = 16
 
@@ -51,8 +53,9 @@ def streaming_job(tmp_path: Path, **changes: object) -> JobConfig:
 
 
 @pytest.mark.parametrize("scheduler", ["prefill_first", "mixed"])
-def test_the_batch_stays_full_while_input_remains(tmp_path, scheduler):
+def test_the_batch_stays_full_while_input_remains(tmp_path, monkeypatch, scheduler):
     """Reading a chunk and draining it: the batch would run empty at the end of each file or output part."""
+    monkeypatch.setattr(ModelRunner, "execute", constant_logits)
     (tmp_path / "in").mkdir()
     for part in range(3):
         write_rows(tmp_path / "in" / f"{part}.jsonl", part * 80, 80)
@@ -75,7 +78,7 @@ def uninterrupted(tmp_path_factory):
     """A folder with rows in `in`, and what a job makes of them when nothing disturbs it."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     (folder / "in").mkdir()
-    write_rows(folder / "in" / "a.jsonl", 0, 120, longest=80)
+    write_rows(folder / "in" / "a.jsonl", 0, 120, longest=40)
     run_job(streaming_job(folder))
     return folder / "in", completions(folder / "out")
 
