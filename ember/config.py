@@ -66,6 +66,7 @@ _TEXTS = (
     "sampling_column",
     "ray_address",
     "served_model",
+    "report_sort",
 )
 _CHAT_TEXTS = ("messages_column", "system")
 _FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report", "plan", "calibrate")
@@ -211,6 +212,7 @@ class JobConfig(EngineConfig):
     dry_run: bool = False
     progress: Any = True
     report: bool = False
+    report_sort: str | None = None
     plan: bool = False
     calibrate: bool = False
     commit_every: int = 256

@@ -31,8 +31,7 @@ from ember.errors import ConfigError, UserError
 from ember.interrupt import Interrupted, Interrupts
 from ember.planning.show import show_forecast
 from ember.recorder import Recorder
-from ember.report.drawing import check_drawing
-from ember.report.report import report_at_the_end
+from ember.report.report import check_report, report_at_the_end
 from ember.request import start
 from ember.threads import same_threads_after
 
@@ -46,8 +45,7 @@ def run_job(config: JobConfig) -> JobSummary:
     Raises:
         UserError: a mistake in settings, data, model or output folder; one line with the remedy.
     """
-    if config.report:
-        check_drawing()
+    check_report(config.report, config.report_sort)
     summary = _run(config)
     if config.report and not (config.dry_run or config.plan) and summary.status == JobStatus.FINISHED:
         report_at_the_end(str(config.output))

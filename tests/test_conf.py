@@ -17,6 +17,7 @@ from ember.config import JobConfig
 from ember.launch.places import shipped
 from ember.launch.settings import job_config
 from ember.model.presets import PRESETS
+from ember.report.report import check_report
 from ember.sampling_params import SamplingParams
 
 CONF, JOBS = shipped("conf"), shipped("jobs")
@@ -78,6 +79,7 @@ def test_sampling_files_compose(path: Path, composed: None) -> None:
 @pytest.mark.parametrize("job", JOB_NAMES)
 def test_jobs_compose_in_any_folder(job: str, composed: None) -> None:
     config = build(job=job)
+    check_report(False, config.report_sort)
     assert all(Path(file).is_file() for file in config.data)
 
 

@@ -22,7 +22,6 @@ LEVELS = {
     "ember.kernel_cache": 0,
     "ember.huge_pages": 0,
     "ember.environment": 0,
-    "ember.transfer": 0,
     "ember.checks": 1,
     "ember.output_form": 1,
     "ember.sampling_params": 1,
@@ -50,9 +49,6 @@ LEVELS = {
     "ember.job": 9,
     "ember.launch": 10,
     "ember.run": 11,
-    "ember.entrypoints.inspect": 9,
-    "ember.entrypoints.report": 9,
-    "ember.entrypoints.top": 9,
     "ember.entrypoints.cli": 12,
 }
 """A module imports from its own level or below; a name stands for everything under it that has none of its own."""
@@ -63,7 +59,7 @@ PURE = ("ember.core", "ember.sampling", "ember.cache", "ember.attention", "ember
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
 CORE = ["core/*.py", "cache/*.py", "attention/base.py", "attention/reference.py", "attention/batched.py"]
 CORE += ["model/gpt2.py", "model/weights.py"]
-CORE_LINES = 2060
+CORE_LINES = 2046
 
 
 def imports(path: Path) -> Iterator[str]:

@@ -163,6 +163,8 @@ def _target(to: str, force: bool) -> Path:
     target = Path(to).expanduser()
     if target.is_dir():
         raise UserError(f"--to {to}: is a folder, must be a file")
+    if not target.parent.is_dir():
+        raise UserError(f"--to {to}: there is no folder {target.parent}; make it first")
     if target.exists() and not force:
         raise UserError(f"--to {to}: exists already; choose another file, or replace it with --force")
     return target

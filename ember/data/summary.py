@@ -259,14 +259,17 @@ def _engine_facts(s: JobSummary) -> list[tuple[str, str]]:
         ("KV blocks", f"at most {s.peak_blocks_used:,} of {s.blocks_total:,} used, block_size {s.block_size}"),
         ("KV slots", f"{s.mean_kv_utilization:.1%} of used blocks filled, at most {s.peak_kv_utilization:.1%}"),
         ("running", f"at most {s.peak_running:,} sequences at once"),
-        ("preemptions", f"{s.num_preemptions:,}, {s.num_recomputed_tokens:,} tokens computed again{_percent(s)}"),
+        ("preemptions", _preemptions(s)),
         *([("prefix cache", _prefix_cache(s))] if s.prefix_hit_tokens else []),
         *([] if s.acceptance_rate is None else [("speculation", _speculation(s))]),
     ]
 
 
-def _percent(s: JobSummary) -> str:
-    return f" ({s.recomputed_share:.1%} of all)" if s.num_recomputed_tokens else ""
+def _preemptions(s: JobSummary) -> str:
+    if not s.num_preemptions and not s.num_recomputed_tokens:
+        return "none"
+    share = f" ({s.recomputed_share:.1%} of all)" if s.recomputed_share else ""
+    return f"{s.num_preemptions:,}: {s.num_recomputed_tokens:,} tokens computed again{share}"
 
 
 def _prefix_cache(s: JobSummary) -> str:

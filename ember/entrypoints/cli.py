@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
 import ember
+from ember.entrypoints.export import EXPORT
 from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
+from ember.report.verbs import INSPECT, REPORT, TOP
 
-_OF_THEIR_OWN = ("export", "inspect", "report", "top")
-"""Verbs with a module of their name beside this one, imported when it is asked for."""
-VERBS = ("run", "plan", "serve", *_OF_THEIR_OWN, "version")
+_OF_OUTPUTS = {verb.name: verb for verb in (EXPORT, INSPECT, REPORT, TOP)}
+VERBS = ("run", "plan", "serve", *_OF_OUTPUTS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +33,8 @@ def _run(words: list[str]) -> int:
         from ember.entrypoints.serve import serve
 
         return serve(words)
-    if verb in _OF_THEIR_OWN:
-        module = import_module(f"ember.entrypoints.{verb}")
-        return int(module.main(words))
+    if verb in _OF_OUTPUTS:
+        return _OF_OUTPUTS[verb](words)
     if verb not in ("run", "plan"):
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "

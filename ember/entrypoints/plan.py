@@ -154,7 +154,8 @@ class EnginePlan:
 
     def facts(self) -> dict[str, Any]:
         """See `JobPlan`."""
-        return {"model": self.model_name, "model_folder": str(self.folder.path)}
+        own = {"model": self.model_name, "model_folder": str(self.folder.path)}
+        return {**own, "kv_bytes_per_token": self.kv_bytes_per_token}
 
     def settings(self) -> dict[str, Any]:
         """See `JobPlan`."""
@@ -211,6 +212,11 @@ class EnginePlan:
         """Threads that compute on a CPU."""
         asked = self.config.num_threads
         return torch.get_num_threads() if asked is None else asked
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K/V that a token takes in the pool."""
+        return self.kv_shape.bytes_per_block // self.config.block_size
 
     @property
     def kv_dtype_name(self) -> str:

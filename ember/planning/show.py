@@ -21,7 +21,7 @@ def show_forecast(config: JobConfig, plan: EnginePlan, reader: PromptReader) -> 
         UserError: a file can't be read.
     """
     show_engine(config, plan)
-    print(f"        {plan.kv_shape.bytes_per_block // config.block_size:,} bytes a token")
+    print(f"        {plan.kv_bytes_per_token:,} bytes a token")
     sample = sample_rows(config, plan, reader)
     _show_rows(sample)
     if not sample.costs:

@@ -1,40 +1,59 @@
-"""A sweep in sentences: the best setting, what it gains, why, what it costs, and a cheaper one nearly as good."""
+"""A sweep in sentences: the answer first, then why, what it costs, and how far the numbers can be trusted."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ember.report.measures import BY_KEY
+from ember.report.pool_advice import asks_for_a_pool, pool_advice, smallest_pool
+from ember.report.ranking import NEAR, Ranking, label_of, on_the_clock, rankings, written_value
 from ember.report.same_tokens import Apart, Comparison, Difference
-from ember.report.sweep import POOL, Sweep, SweepJob, in_order
-from ember.report.words import UNKNOWN, Unit, seconds, setting, written
+from ember.report.sweep import Sweep, SweepJob, in_order
+from ember.report.words import seconds, setting
 
-NEAR = 0.05
-"""Jobs whose numbers differ by less than this share are taken as equal: one run each is no better measured."""
 SHORT_S = 5.0
 """Jobs that work less than these seconds are measured badly: warming up, and whatever else runs, weighs too much."""
 _MOST_KEYS = 2
 _MOST_GROUPS = 4
-_WORK = ("num_steps", "num_prompt_tokens", "num_output_tokens")
-_REASONS = ("mean_running", "mean_kv_use", "num_preemptions", "num_recomputed_tokens", "waste", "hit_rate", "num_steps")
-_COSTS = ("p95_latency_s", "p95_ttft_s", "waste", "num_preemptions")
+_REASONS = (
+    *("tokens_per_s", "mean_running", "mean_kv_use", "num_preemptions", "recomputed_share", "waste", "hit_rate"),
+    *("num_steps", "p95_latency_s"),
+)
+_COSTS = ("p95_latency_s", "p95_ttft_s", "p95_step_s", "waste", "num_preemptions")
 
 
 def advice(sweep: Sweep) -> Iterator[str]:
     """The sentences, the answer first."""
-    ranked = [job for job in sweep.jobs if job.value(sweep.sort) is not None]
-    if len(ranked) < 2:
-        yield "There is nothing to compare: fewer than two jobs have this number."
+    found = rankings(sweep)
+    if not found:
+        yield "There is nothing to compare: fewer than two jobs of the same rows have this number."
         return
-    best, worst = ranked[0], ranked[-1]
-    yield _gain(sweep, ranked)
-    yield from _cautions(sweep, ranked)
-    if reasons := list(_against(best, worst)):
-        yield f"Against the last, {worst.label(sweep.keys)}: {'; '.join(reasons)}."
-    yield _costs(sweep, ranked)
-    if cheaper := _cheaper(sweep, ranked):
-        yield cheaper
-    yield from _ratios(sweep, best)
+    for ranking in found[:_MOST_GROUPS]:
+        yield from _answer(ranking)
+    if len(found) > _MOST_GROUPS:
+        yield f"The same for {len(found) - _MOST_GROUPS} more groups of jobs: see the table."
+    yield from _cautions(found)
+    for ranking in found if len(found) == 1 else ():
+        yield _costs(ranking, chosen(ranking))
+        yield from _ratios(ranking)
+
+
+def recommended(sweep: Sweep) -> list[SweepJob]:
+    """The jobs that the sentences name first."""
+    return [chosen(ranking) for ranking in rankings(sweep)]
+
+
+def chosen(ranking: Ranking) -> SweepJob:
+    """The job that the sentences recommend."""
+    return smallest_pool(ranking) if asks_for_a_pool(ranking) else ranking.best
+
+
+def _answer(ranking: Ranking) -> Iterator[str]:
+    if asks_for_a_pool(ranking):
+        yield from pool_advice(ranking)
+        return
+    yield _gain(ranking)
+    if reasons := list(_against(ranking)):
+        yield f"Against {ranking.label(ranking.last)}: {'; '.join(reasons)}."
 
 
 def unfinished(sweep: Sweep) -> Iterator[str]:
@@ -85,100 +104,102 @@ def _apart(found: Apart) -> str:
     )
 
 
-def _cautions(sweep: Sweep, ranked: list[SweepJob]) -> Iterator[str]:
+def _cautions(found: list[Ranking]) -> Iterator[str]:
     """Why a number that hangs on the clock may say little."""
-    if sweep.sort == POOL or BY_KEY[sweep.sort].unit not in (Unit.RATE, Unit.SECONDS):
+    if not on_the_clock(found[0].sort):
         return
-    times = [job.values["duration_s"] for job in ranked if job.values["duration_s"] is not None]
-    short = [value for value in times if value < SHORT_S]
+    times = [job.values["duration_s"] for ranking in found for job in ranking.jobs]
+    short = [value for value in times if value is not None and value < SHORT_S]
     if short:
         yield (
-            f"Caution: {len(short)} of {len(ranked)} jobs worked less than {SHORT_S:g} s, the shortest "
+            f"Caution: {len(short)} of {len(times)} jobs worked less than {SHORT_S:g} s, the shortest "
             f"{seconds(min(short))}: too short to tell settings apart. Give them more rows."
         )
-    best, worst = ranked[0], ranked[-1]
-    same_work = best.values["num_steps"] and all(best.values[key] == worst.values[key] for key in _WORK)
-    if same_work and _share(sweep, best, worst) > NEAR:
+    known = [ranking.noise for ranking in found if ranking.noise is not None]
+    if known:
+        warning = "Caution: " if max(known) > NEAR else ""
+        yield (
+            f"{warning}Jobs that did the same work, step by step, differ by up to {max(known):.1%}: "
+            "so much of any difference is noise."
+        )
+    if any(_same_steps(ranking) for ranking in found):
         yield (
             "Caution: best and last took the same number of steps for the same tokens. So either a step itself takes "
             "longer, or something else on the machine slowed one of them: run both again to know."
         )
 
 
-def _gain(sweep: Sweep, ranked: list[SweepJob]) -> str:
-    best, second, worst = ranked[0], ranked[1], ranked[-1]
-    first, next_one, last = (_written(sweep.sort, job.value(sweep.sort)) for job in (best, second, worst))
-    text = f"Best: {best.label(sweep.keys)}, {_label(sweep.sort)} {first}"
-    near = [job for job in ranked[1:] if _share(sweep, best, job) <= NEAR]
-    if len(near) == len(ranked) - 1:
-        return f"{text}; but all jobs are within {NEAR:.0%} of each other, which one run each can't tell apart."
-    text += f", against {next_one} of the next ({second.label(sweep.keys)}) and" if len(ranked) > 2 else ", against"
-    times = _times(best.value(sweep.sort), worst.value(sweep.sort))
-    text += f" {last} of the last ({worst.label(sweep.keys)}){times}."
-    if near:
-        text += f" {len(near)} more within {NEAR:.0%} of it: one run each can't tell them apart."
+def _same_steps(ranking: Ranking) -> bool:
+    one, other = ranking.best, ranking.last
+    same = one.values["num_steps"] and one.values["num_steps"] == other.values["num_steps"]
+    return bool(same) and ranking.apart(other) > ranking.tolerance
+
+
+def _gain(ranking: Ranking) -> str:
+    best, last = ranking.best, ranking.last
+    place = f" with {ranking.common}" if ranking.common else ""
+    text = f"Best{place}: {ranking.label(best)}, {label_of(ranking.sort)} {ranking.written(best)}"
+    near = ranking.near()
+    if len(near) == len(ranking.jobs) and on_the_clock(ranking.sort):
+        return f"{text}; but all jobs are within {ranking.tolerance:.0%} of it, which one run each can't tell apart."
+    if len(ranking.jobs) > 2:
+        second = ranking.jobs[1]
+        text += f", against {ranking.written(second)} of the next ({ranking.label(second)}) and"
+    else:
+        text += ", against"
+    times = _times(best.value(ranking.sort), last.value(ranking.sort))
+    text += f" {ranking.written(last)} of the last ({ranking.label(last)}){times}."
+    if len(near) > 1 and on_the_clock(ranking.sort):
+        text += f" {len(near) - 1} more within {ranking.tolerance:.0%} of it: one run each can't tell them apart."
     return text
 
 
-def _against(best: SweepJob, worst: SweepJob) -> Iterator[str]:
-    """The numbers that differ most between two jobs, and so may say why."""
+def _against(ranking: Ranking) -> Iterator[str]:
+    """The numbers that differ most between the best job and the last, and so may say why."""
     for key in _REASONS:
-        one, other = best.values[key], worst.values[key]
-        if one is not None and other is not None and abs(one - other) > NEAR * max(abs(one), abs(other)):
-            yield f"{_label(key)} {_written(key, one)} rather than {_written(key, other)}"
-
-
-def _costs(sweep: Sweep, ranked: list[SweepJob]) -> str:
-    best = ranked[0]
-    parts = []
-    pools = {job.pool_tokens for job in ranked if job.pool_tokens is not None}
-    if best.pool_tokens is not None:
-        least = f" (the smallest tried: {min(pools):,.0f})" if len(pools) > 1 else ""
-        parts.append(f"a pool of {best.pool_tokens:,.0f} tokens{least}")
-    for key in _COSTS:
-        known = [job for job in ranked if job.values[key] is not None]
-        if key == sweep.sort or not known or best.values[key] is None:
+        one, other = ranking.best.values[key], ranking.last.values[key]
+        if key == ranking.sort or (on_the_clock(key) and on_the_clock(ranking.sort)):
             continue
-        least_job = min(known, key=lambda job: job.values[key] or 0.0)
-        lower = (best.values[key] or 0.0) - (least_job.values[key] or 0.0) > NEAR * (best.values[key] or 0.0)
-        other = f" (the lowest: {_written(key, least_job.values[key])})" if lower else ""
-        parts.append(f"{_label(key)} {_written(key, best.values[key])}{other}")
-    return f"What it costs: {'; '.join(parts)}."
+        if one is not None and other is not None and abs(one - other) > NEAR * max(abs(one), abs(other)):
+            yield f"{label_of(key)} {written_value(key, one)} rather than {written_value(key, other)}"
 
 
-def _cheaper(sweep: Sweep, ranked: list[SweepJob]) -> str | None:
-    """The job with the smallest pool that is nearly as good."""
-    best = ranked[0]
-    if best.pool_tokens is None:
-        return None
-    near = [job for job in ranked if _share(sweep, best, job) <= NEAR and job.pool_tokens is not None]
-    cheap = min(near, key=lambda job: (job.pool_tokens, _share(sweep, best, job)))
-    if (cheap.pool_tokens or 0.0) >= best.pool_tokens:
-        return None
-    return (
-        f"The smallest pool within {NEAR:.0%} of the best: {cheap.label(sweep.keys)}, {_label(sweep.sort)} "
-        f"{_written(sweep.sort, cheap.value(sweep.sort))} with a pool of {cheap.pool_tokens:,.0f} tokens, "
-        f"{(cheap.pool_tokens or 0.0) / best.pool_tokens:.0%} of the best one's."
-    )
+def _costs(ranking: Ranking, job: SweepJob) -> str:
+    parts = []
+    pools = {other.pool_tokens for other in ranking.jobs if other.pool_tokens is not None}
+    if job.pool_tokens is not None and not asks_for_a_pool(ranking):
+        least = f" (the smallest tried: {min(pools):,.0f})" if len(pools) > 1 else ""
+        parts.append(f"a pool of {job.pool_tokens:,.0f} tokens{least}")
+    for key in _COSTS:
+        value = job.values[key]
+        known = [other for other in ranking.jobs if other.values[key] is not None]
+        if key == ranking.sort or not value:
+            continue
+        least_job = min(known, key=lambda other: other.values[key] or 0.0)
+        low = least_job.values[key] or 0.0
+        lowest = f" (the lowest: {written_value(key, low)} with {ranking.label(least_job)})"
+        parts.append(f"{label_of(key)} {written_value(key, value)}{lowest if value - low > NEAR * value else ''}")
+    return f"What {ranking.label(job)} costs: {'; '.join(parts)}."
 
 
-def _ratios(sweep: Sweep, best: SweepJob) -> Iterator[str]:
+def _ratios(ranking: Ranking) -> Iterator[str]:
     """For a setting that had two values, what the best job's gives over the other, beside each value of the rest."""
-    for key in sweep.keys:
-        rest = [other for other in sweep.keys if other != key]
-        chosen = setting(best.settings.get(key))
-        others = [name for name in map(setting, sweep.values_of(key)) if name != chosen]
+    for key in ranking.keys:
+        rest = [other for other in ranking.keys if other != key]
+        first = setting(ranking.best.settings.get(key))
+        others = list(dict.fromkeys(setting(job.settings.get(key)) for job in ranking.jobs))
+        others.remove(first)
         if len(others) != 1 or not 1 <= len(rest) <= _MOST_KEYS:
             continue
-        numbers = {(setting(j.settings.get(key)), j.label(rest)): j.value(sweep.sort) for j in sweep.jobs}
-        labels = dict.fromkeys(job.label(rest) for job in in_order(sweep, rest))
+        numbers = {(setting(j.settings.get(key)), j.label(rest)): ranking.at_best[j.name] for j in ranking.jobs}
+        labels = dict.fromkeys(job.label(rest) for job in in_order(ranking.jobs, rest))
         ratios = [
             f"{one / other:.2f} with {label}"
             for label in labels
-            if (one := numbers.get((chosen, label))) and (other := numbers.get((others[0], label)))
+            if (one := numbers.get((first, label))) and (other := numbers.get((others[0], label)))
         ]
         if ratios:
-            yield f"{_label(sweep.sort)}, {key}={chosen} over {others[0]}: {', '.join(ratios)}."
+            yield f"{label_of(ranking.sort)}, {key}={first} over {others[0]}: {', '.join(ratios)}."
 
 
 def _differs(found: Difference) -> str:
@@ -190,20 +211,6 @@ def _differs(found: Difference) -> str:
     )
 
 
-def _share(sweep: Sweep, best: SweepJob, job: SweepJob) -> float:
-    """How far a job is from the best, as a share of the larger number."""
-    one, other = best.value(sweep.sort) or 0.0, job.value(sweep.sort) or 0.0
-    return abs(one - other) / (max(abs(one), abs(other)) or 1.0)
-
-
 def _times(one: float | None, other: float | None) -> str:
     high, low = max(one or 0.0, other or 0.0), min(one or 0.0, other or 0.0)
     return f", a factor of {high / low:.2f}" if low > 0 else ""
-
-
-def _label(key: str) -> str:
-    return "pool tokens" if key == POOL else BY_KEY[key].label
-
-
-def _written(key: str, value: float | None) -> str:
-    return UNKNOWN if value is None else written(value, Unit.COUNT if key == POOL else BY_KEY[key].unit)

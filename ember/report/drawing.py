@@ -94,6 +94,14 @@ def thousands(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
 
 
+def whole(axis: Any) -> None:
+    """Mark an axis at whole numbers only, written as 12,000."""
+    from matplotlib.ticker import MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(integer=True, nbins="auto"))
+    thousands(axis)
+
+
 def percent(axis: Any) -> None:
     """Write an axis' shares as 12%."""
     from matplotlib.ticker import PercentFormatter

@@ -25,6 +25,7 @@ from ember.report.drawing import (
     percent,
     picture,
     thousands,
+    whole,
 )
 from ember.report.measures import Values
 from ember.report.results import JobResults
@@ -135,14 +136,15 @@ def _preemptions(time: Timeline, values: Values) -> Picture:
         above, below = figure.subplots(2, 1, sharex=True)
         for axes, name, colour in ((above, "num_preempted", BLUE), (below, "num_recomputed_tokens", RED)):
             axes.stairs(time.rate(name) * np.diff(time.edges), time.edges, fill=True, color=colour)
-            thousands(axes.yaxis)
+            whole(axes.yaxis)
             axes.set_ylim(bottom=0, top=None if time.steps.sum(name) else 1)
         above.set_ylabel("preemptions")
         below.set_ylabel("tokens\nrecomputed")
         _time_axis(below, time)
 
     count, tokens = (written(values[key], Unit.COUNT) for key in ("num_preemptions", "num_recomputed_tokens"))
-    return picture("preemptions", "Preemptions", f"{count} preemptions, {tokens} tokens computed again.", draw, TALL)
+    said = f"{count} preemptions: {tokens} tokens computed again." if values["num_preemptions"] else "None."
+    return picture("preemptions", "Preemptions", said, draw, TALL)
 
 
 def _parts_of_a_step(time: Timeline) -> Picture:
@@ -211,8 +213,8 @@ def _histograms(
             axes.set_title(f"{label}\nmedian {written(float(np.median(values)), unit)}", fontsize=9, weight="normal")
             axes.set_xlabel(axis)
             axes.margins(x=0.01)
-            thousands(axes.xaxis)
-            thousands(axes.yaxis)
+            (whole if unit is Unit.COUNT else thousands)(axes.xaxis)
+            whole(axes.yaxis)
             if number == 0:
                 axes.set_ylabel("rows")
 

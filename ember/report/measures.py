@@ -6,17 +6,16 @@ whose engine is elsewhere and leaves no steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from ember.report.columns import Columns, Numbers, mean, peak, quantile, ratio
+from ember.report import formulas
+from ember.report.columns import Columns
+from ember.report.formulas import Formula, Value
 from ember.report.results import JobResults
 from ember.report.words import Unit
 
-Value = float | None
 Values = dict[str, Value]
 
 
@@ -28,25 +27,33 @@ class Measure:
         key: its name in tables and for `--sort`.
         label: its name for people.
         unit: how it is written.
-        meaning: what it is, in a sentence.
-        of: computes it from rows and steps; None where nothing is known.
         more_is_better: None where neither is.
-        sql: the same in DuckDB, over the views `rows` (completions) and `steps`; empty where it takes several lines.
+        formula: how it is computed.
+        meaning: what it is, in a sentence.
     """
 
     key: str
     label: str
     unit: Unit
-    meaning: str
-    of: Callable[[Columns, Columns], Value]
     more_is_better: bool | None
-    sql: str = ""
+    formula: Formula
+    meaning: str
+
+    @property
+    def sql(self) -> str:
+        """The same in DuckDB; may be empty."""
+        return self.formula.sql
+
+    @property
+    def hangs_on_the_clock(self) -> bool:
+        """Whether two runs of one job differ in it."""
+        return self.unit in (Unit.RATE, Unit.SECONDS)
 
 
 def measure(results: JobResults) -> Values:
     """All measures of a job by key."""
     rows, steps = Columns(results.rows), Columns(results.steps)
-    values = {m.key: m.of(rows, steps) for m in MEASURES}
+    values = {m.key: m.formula.of(rows, steps) for m in MEASURES}
     return values if len(steps) else values | _without_steps(results.summary)
 
 
@@ -64,206 +71,139 @@ def _without_steps(summary: Mapping[str, Any]) -> Values:
     return dict.fromkeys(OF_STEPS) | {key: known.get(key) or None for key in _OF_SUMMARY}
 
 
-def work_s(steps: Columns) -> float:
-    """Seconds from the first step's start to the last one's end, added up over attempts and shards."""
-    if not len(steps):
-        return 0.0
-    runs = np.unique(np.asarray(steps.table["run_id"].to_pylist(), dtype=object).astype(str), return_inverse=True)[1]
-    start, end = steps["start_s"], steps["start_s"] + steps["duration_s"]
-    return float(sum(end[runs == run].max() - start[runs == run].min() for run in range(int(runs.max()) + 1)))
-
-
-def _kv_use(steps: Columns) -> Numbers:
-    total = steps["blocks_total"]
-    return np.divide(steps["blocks_used"], total, out=np.zeros_like(total), where=total > 0)
-
-
-def _utilization(steps: Columns) -> Numbers:
-    return steps["kv_utilization"][steps["blocks_used"] > 0]
-
-
-def _waste(steps: Columns) -> Value:
-    filled = mean(_utilization(steps))
-    return None if filled is None else 1.0 - filled
-
-
-def _ran(rows: Columns, name: str) -> float:
-    """A column's sum over the rows that ran."""
-    return float(rows[name][~np.isnan(rows["latency_s"])].sum()) if len(rows) else 0.0
-
-
-def _at(share: float, name: str) -> Callable[[Columns, Columns], Value]:
-    return lambda rows, steps: quantile(rows.known(name), share)
-
-
-def _total(table: str, name: str) -> Callable[[Columns, Columns], Value]:
-    return lambda rows, steps: (rows if table == "rows" else steps).sum(name)
-
-
-_SPAN = "(select sum(s) from (select max(start_s + duration_s) - min(start_s) s from steps group by run_id))"
-_FILLED = "(select avg(kv_utilization) from steps where blocks_used > 0)"
-
-
-def _quantiles(name: str, label: str, meaning: str) -> list[Measure]:
+def _quantiles(table: str, name: str, label: str, meaning: str) -> list[Measure]:
+    titles = {50: "median", 95: "95th percentile"}
     return [
         Measure(
-            key=f"p{percent}_{name}",
-            label=f"{label}, {'median' if percent == 50 else f'{percent}th percentile'}",
-            unit=Unit.SECONDS,
-            meaning=meaning,
-            of=_at(percent / 100, name),
-            more_is_better=False,
-            sql=f"select quantile_cont({name}, {percent / 100}) from rows",
+            f"p{percent}_{name}",
+            f"{label}, {title}",
+            Unit.SECONDS,
+            False,
+            formulas.quantile_of(table, "duration_s" if name == "step_s" else name, percent),
+            meaning,
         )
-        for percent in (50, 95)
+        for percent, title in titles.items()
     ]
 
 
 MEASURES: tuple[Measure, ...] = (
     Measure(
-        key="tokens_per_s",
-        label="output tokens/s at work",
-        unit=Unit.RATE,
-        meaning="output tokens of all rows per second from the first step to the last, of each attempt and shard; the "
+        "tokens_per_s",
+        "output tokens/s at work",
+        Unit.RATE,
+        True,
+        formulas.speed(),
+        "output tokens of all rows per second from the first step to the last, of each attempt and shard; the "
         "`speed` that a job prints is lower: it also counts the time before and after; without steps it is that speed",
-        of=lambda rows, steps: ratio(rows.sum("num_output_tokens"), work_s(steps)),
-        more_is_better=True,
-        sql=f"select (select sum(num_output_tokens) from rows) / {_SPAN}",
     ),
     Measure(
-        key="duration_s",
-        label="time",
-        unit=Unit.SECONDS,
-        meaning="from the first step to the last, added up over attempts and shards; without loading the model",
-        of=lambda rows, steps: work_s(steps),
-        more_is_better=False,
-        sql=f"select {_SPAN}",
+        "duration_s",
+        "time",
+        Unit.SECONDS,
+        False,
+        formulas.span(),
+        "from the first step to the last, added up over attempts and shards; without loading the model",
+    ),
+    Measure("num_rows", "rows", Unit.COUNT, None, formulas.count("rows"), "rows in the completions, one a sample"),
+    Measure("num_errors", "error rows", Unit.COUNT, False, formulas.errors(), "rows that could not run"),
+    Measure(
+        "num_prompt_tokens",
+        "prompt tokens",
+        Unit.COUNT,
+        None,
+        formulas.total("rows", "num_prompt_tokens"),
+        "of all rows",
     ),
     Measure(
-        key="num_rows",
-        label="rows",
-        unit=Unit.COUNT,
-        meaning="rows in the completions, one a sample",
-        of=lambda rows, steps: float(len(rows)),
-        more_is_better=None,
-        sql="select count(*) from rows",
+        "num_output_tokens",
+        "output tokens",
+        Unit.COUNT,
+        None,
+        formulas.total("rows", "num_output_tokens"),
+        "of all rows",
+    ),
+    Measure("num_steps", "steps", Unit.COUNT, None, formulas.count("steps"), "engine steps"),
+    Measure(
+        "mean_running",
+        "sequences at once, mean",
+        Unit.DECIMAL,
+        True,
+        formulas.average("num_running"),
+        "running sequences, mean over steps",
     ),
     Measure(
-        key="num_errors",
-        label="error rows",
-        unit=Unit.COUNT,
-        meaning="rows that could not run",
-        of=lambda rows, steps: float(sum(r == "error" for r in rows.table["finish_reason"].to_pylist()) if rows else 0),
-        more_is_better=False,
-        sql="select count(*) from rows where finish_reason = 'error'",
+        "peak_running",
+        "sequences at once, most",
+        Unit.COUNT,
+        True,
+        formulas.most("num_running"),
+        "the most sequences that ran in one step",
     ),
     Measure(
-        key="num_prompt_tokens",
-        label="prompt tokens",
-        unit=Unit.COUNT,
-        meaning="of all rows",
-        of=_total("rows", "num_prompt_tokens"),
-        more_is_better=None,
-        sql="select sum(num_prompt_tokens) from rows",
+        "mean_kv_use",
+        "pool used, mean",
+        Unit.SHARE,
+        None,
+        formulas.pool_use(at_most=False),
+        "blocks that running sequences hold, of all blocks; mean over steps",
     ),
     Measure(
-        key="num_output_tokens",
-        label="output tokens",
-        unit=Unit.COUNT,
-        meaning="of all rows",
-        of=_total("rows", "num_output_tokens"),
-        more_is_better=None,
-        sql="select sum(num_output_tokens) from rows",
+        "peak_kv_use",
+        "pool used, most",
+        Unit.SHARE,
+        None,
+        formulas.pool_use(at_most=True),
+        "the most blocks that running sequences held in one step, of all blocks",
     ),
     Measure(
-        key="num_steps",
-        label="steps",
-        unit=Unit.COUNT,
-        meaning="engine steps",
-        of=lambda rows, steps: float(len(steps)),
-        more_is_better=None,
-        sql="select count(*) from steps",
+        "waste",
+        "KV waste",
+        Unit.SHARE,
+        False,
+        formulas.waste(),
+        "slots in used blocks that hold no token; mean over the steps that used any",
     ),
     Measure(
-        key="mean_running",
-        label="sequences at once, mean",
-        unit=Unit.DECIMAL,
-        meaning="running sequences, mean over steps",
-        of=lambda rows, steps: mean(steps["num_running"]),
-        more_is_better=True,
-        sql="select avg(num_running) from steps",
+        "num_preemptions",
+        "preemptions",
+        Unit.COUNT,
+        False,
+        formulas.total("steps", "num_preempted"),
+        "times a running sequence gave up its blocks to others",
     ),
     Measure(
-        key="peak_running",
-        label="sequences at once, most",
-        unit=Unit.COUNT,
-        meaning="the most sequences that ran in one step",
-        of=lambda rows, steps: peak(steps["num_running"]),
-        more_is_better=True,
-        sql="select max(num_running) from steps",
+        "num_recomputed_tokens",
+        "tokens recomputed",
+        Unit.COUNT,
+        False,
+        formulas.total("steps", "num_recomputed_tokens"),
+        "tokens computed a second time after a preemption",
     ),
     Measure(
-        key="mean_kv_use",
-        label="pool used, mean",
-        unit=Unit.SHARE,
-        meaning="blocks that running sequences hold, of all blocks; mean over steps",
-        of=lambda rows, steps: mean(_kv_use(steps)),
-        more_is_better=None,
-        sql="select avg(blocks_used / blocks_total) from steps",
+        "recomputed_share",
+        "work done again",
+        Unit.SHARE,
+        False,
+        formulas.recomputed(),
+        "tokens recomputed, of all tokens computed",
     ),
     Measure(
-        key="peak_kv_use",
-        label="pool used, most",
-        unit=Unit.SHARE,
-        meaning="the most blocks that running sequences held in one step, of all blocks",
-        of=lambda rows, steps: peak(_kv_use(steps)),
-        more_is_better=None,
-        sql="select max(blocks_used / blocks_total) from steps",
+        "hit_rate",
+        "prefix hits",
+        Unit.SHARE,
+        True,
+        formulas.hits(),
+        "prompt tokens whose K/V came from the prefix cache, of all prompt tokens of rows that ran",
     ),
-    Measure(
-        key="waste",
-        label="KV waste",
-        unit=Unit.SHARE,
-        meaning="slots in used blocks that hold no token; mean over the steps that used any",
-        of=lambda rows, steps: _waste(steps),
-        more_is_better=False,
-        sql=f"select 1 - {_FILLED}",
-    ),
-    Measure(
-        key="num_preemptions",
-        label="preemptions",
-        unit=Unit.COUNT,
-        meaning="times a running sequence gave up its blocks to others",
-        of=_total("steps", "num_preempted"),
-        more_is_better=False,
-        sql="select sum(num_preempted) from steps",
-    ),
-    Measure(
-        key="num_recomputed_tokens",
-        label="tokens recomputed",
-        unit=Unit.COUNT,
-        meaning="tokens computed a second time after a preemption",
-        of=_total("steps", "num_recomputed_tokens"),
-        more_is_better=False,
-        sql="select sum(num_recomputed_tokens) from steps",
-    ),
-    Measure(
-        key="hit_rate",
-        label="prefix hits",
-        unit=Unit.SHARE,
-        meaning="prompt tokens whose K/V came from the prefix cache, of all prompt tokens of rows that ran",
-        of=lambda rows, steps: ratio(_ran(rows, "num_cached_tokens"), _ran(rows, "num_prompt_tokens")),
-        more_is_better=True,
-        sql="select sum(num_cached_tokens) / sum(num_prompt_tokens) from rows where latency_s is not null",
-    ),
-    *_quantiles("queue_s", "wait in line", "seconds from entering the engine to the first step with it"),
-    *_quantiles("ttft_s", "time to first token", "seconds from entering the engine to the first output token"),
-    *_quantiles("latency_s", "latency", "seconds from entering the engine to the last output token"),
+    *_quantiles("rows", "queue_s", "wait in line", "seconds from entering the engine to the first step with it"),
+    *_quantiles("rows", "ttft_s", "time to first token", "seconds from entering the engine to the first output token"),
+    *_quantiles("rows", "latency_s", "latency", "seconds from entering the engine to the last output token"),
+    *_quantiles("steps", "step_s", "time of a step", "what a running row waits for its next token"),
 )
 BY_KEY = {m.key: m for m in MEASURES}
 OF_STEPS = (
     *("num_steps", "mean_running", "peak_running", "mean_kv_use", "peak_kv_use", "waste", "num_preemptions"),
-    *("num_recomputed_tokens", "hit_rate"),
+    *("num_recomputed_tokens", "recomputed_share", "hit_rate", "p50_step_s", "p95_step_s"),
 )
 """What only the engine's steps, or its cache, can tell."""
 _OF_SUMMARY = {
@@ -271,9 +211,11 @@ _OF_SUMMARY = {
         BY_KEY["tokens_per_s"],
         label="output tokens/s",
         meaning="output tokens per second of `time`, by summary.json, as the job printed it",
-        sql="",
+        formula=replace(BY_KEY["tokens_per_s"].formula, sql=""),
     ),
     "duration_s": replace(
-        BY_KEY["duration_s"], meaning="by summary.json, after loading, added up over attempts", sql=""
+        BY_KEY["duration_s"],
+        meaning="by summary.json, after loading, added up over attempts",
+        formula=replace(BY_KEY["duration_s"].formula, sql=""),
     ),
 }

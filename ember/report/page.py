@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
@@ -17,12 +17,14 @@ h1 { font-size: 1.5rem; margin: .5rem 0; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #bbb; }
 p { margin: .4rem 0; max-width: 60rem; }
 .lead { font-size: 1.05rem; }
+.answer { font-size: 1.2rem; font-weight: 600; }
 .scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .55rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
+table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .45rem; border-bottom: 1px solid #ddd; text-align: left; vertical-align: top; }
 th { font-weight: 600; }
 thead th { border-bottom: 2px solid #888; }
 .number { text-align: right; white-space: nowrap; }
+thead .number { white-space: normal; vertical-align: bottom; }
 .best td, .best th { background: #e8f2fa; font-weight: 600; }
 .pictures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(34rem, 100%), 1fr)); gap: 1.2rem; }
 figure { margin: 0; break-inside: avoid; }
@@ -36,6 +38,7 @@ code { font-size: .87rem; overflow-wrap: anywhere; }
 .bad { color: #a33a00; font-weight: 600; }
 .good { color: #00643f; font-weight: 600; }
 @media print { body { max-width: none; padding: 0; font-size: 9pt; } .lead { font-size: 10pt; }
+  .answer { font-size: 12pt; }
   .scroll { overflow: visible; } table { font-size: 6.5pt; } th, td { padding: .1rem .2rem; }
   .pictures { grid-template-columns: 1fr 1fr; } h2 { break-after: avoid; } tr { break-inside: avoid; } }
 """
@@ -66,14 +69,14 @@ class Page:
         self._table("", "".join(lines))
 
     def table(
-        self, head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1, best: int | None = None
+        self, head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int = 1, best: Collection[int] = ()
     ) -> None:
-        """A table: the first `texts` columns hold text, the others numbers; the row `best` stands out."""
+        """A table: the first `texts` columns hold text, the others numbers; the rows `best` stand out."""
         heads = [f'<th scope="col"{_numeric(i, texts)}>{escape(cell)}</th>' for i, cell in enumerate(head)]
         lines = []
         for number, row in enumerate(rows):
             cells = [f"<td{_numeric(i, texts)}>{escape(cell)}</td>" for i, cell in enumerate(row)]
-            mark = ' class="best"' if number == best else ""
+            mark = ' class="best"' if number in best else ""
             lines.append(f"<tr{mark}>{''.join(cells)}</tr>")
         self._table(f"<thead><tr>{''.join(heads)}</tr></thead>", "".join(lines))
 

@@ -8,7 +8,9 @@ import traceback
 from ember.data.manifest import MANIFEST
 from ember.data.store import open_store
 from ember.errors import UserError
+from ember.report.drawing import check_drawing
 from ember.report.job_report import report_job
+from ember.report.sweep import check_sort
 from ember.report.sweep_report import report_sweep
 
 
@@ -20,13 +22,31 @@ def report(place: str, *, sort: str | None = None, to: str | None = None) -> str
     """
     if sort is None and open_store(place).exists(MANIFEST):
         return report_job(place, to)
-    return report_sweep(place, sort=sort or "tokens_per_s", to=to)
+    return report_sweep(place, sort=sort, to=to)
+
+
+def check_report(wanted: bool, sort: str | None) -> None:
+    """Nothing, if the report that a job asks for can be made once it is done.
+
+    Args:
+        sort: its `report_sort`.
+
+    Raises:
+        UserError: matplotlib is not installed, or `sort` is no number of a report.
+    """
+    if sort is not None:
+        check_sort("report_sort=", sort)
+    if wanted:
+        check_drawing()
 
 
 def report_at_the_end(place: str) -> None:
     """Write the report of a job or sweep that has just finished, and say where; its results outlive any failure."""
     try:
-        print(f"  {'report':<12} {report(place).splitlines()[-1]}", flush=True)
+        *said, page = report(place).splitlines()
+        for answer in said[:1]:  # of a sweep
+            print(f"  {'answer':<12} {answer}")
+        print(f"  {'report':<12} {page}", flush=True)
     except Exception as error:
         if not isinstance(error, UserError):
             traceback.print_exc()

@@ -61,12 +61,13 @@ class Apart:
 
 
 def compare_tokens(jobs: Sequence[SweepJob]) -> list[Comparison]:
-    """The comparisons, one for every fingerprint that several jobs have.
+    """The comparisons, one for every fingerprint that several jobs with rows have.
 
     Raises:
         UserError: a part can't be read.
     """
-    return [_compare(group) for group in _groups(jobs) if len(group) > 1]
+    begun = [job for job in jobs if job.values["num_rows"]]
+    return [_compare(group) for group in same_results(begun) if len(group) > 1]
 
 
 def between_groups(jobs: Sequence[SweepJob]) -> list[Apart]:
@@ -75,7 +76,7 @@ def between_groups(jobs: Sequence[SweepJob]) -> list[Apart]:
     Raises:
         UserError: a part can't be read.
     """
-    first, *others = (group[0] for group in _groups(jobs))
+    first, *others = (group[0] for group in same_results(jobs))
     if not others:
         return []
     rows = _by_row(_tokens(first))
@@ -87,8 +88,8 @@ def result_keys(jobs: Sequence[SweepJob]) -> list[str]:
     return sorted({key for job in jobs for key in jobs[0].manifest.changed(job.manifest.fingerprint)})
 
 
-def _groups(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
-    """The jobs by fingerprint."""
+def same_results(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
+    """The jobs by fingerprint: those of one group are to give the same rows."""
     groups: dict[str, list[SweepJob]] = {}
     for job in jobs:
         groups.setdefault(json.dumps(job.manifest.fingerprint, sort_keys=True), []).append(job)

@@ -19,9 +19,10 @@ from ember.report.measures import BY_KEY, MEASURES, Values, measure
 from ember.report.results import JobResults
 from ember.report.words import setting
 
-_NOT_VARIED = frozenset(("output", "progress", "report", "shard"))
+_NOT_VARIED = frozenset(("output", "progress", "report", "report_sort", "shard"))
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(tok|KiB|MiB|GiB|TiB)?")
 _FACTORS = {None: 1, "tok": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+DEFAULT_SORT = "tokens_per_s"
 POOL = "pool_tokens"
 """The one column of the table that is no measure: token slots in the pool."""
 
@@ -34,7 +35,7 @@ class SweepJob:
         name: of its folder.
         settings: all, by dotted key.
         values: its measures by key.
-        pool_tokens: token slots in its pool; None before the first step.
+        pool_tokens: token slots in its pool; None before the first step. `pool_bytes` is their size, if it is known.
     """
 
     name: str
@@ -43,6 +44,7 @@ class SweepJob:
     settings: dict[str, Any]
     values: Values
     pool_tokens: float | None
+    pool_bytes: float | None
     status: str
 
     @staticmethod
@@ -50,13 +52,16 @@ class SweepJob:
         """Read a job's output, and keep only what a comparison needs."""
         results = JobResults.of(store)
         blocks, size = peak(Columns(results.steps)["blocks_total"]), results.settings.get("block_size")
+        pool_tokens = None if blocks is None or size is None else blocks * size
+        token_bytes = results.manifest.facts.get("kv_bytes_per_token")
         return SweepJob(
             name=name,
             store=store,
             manifest=results.manifest,
             settings=results.settings,
             values=measure(results),
-            pool_tokens=None if blocks is None or size is None else blocks * size,
+            pool_tokens=pool_tokens,
+            pool_bytes=None if pool_tokens is None or token_bytes is None else pool_tokens * token_bytes,
             status=str(results.summary.get("status", "unfinished")),
         )
 
@@ -87,14 +92,17 @@ class Sweep:
     absent: dict[str, str]
 
     @staticmethod
-    def open(place: str, sort: str = "tokens_per_s") -> Sweep:
+    def open(place: str, sort: str | None = None) -> Sweep:
         """Read the jobs in a folder or URL.
+
+        Args:
+            sort: None is what the jobs' own `report_sort` asks for.
 
         Raises:
             UserError: there is none, `sort` is no measure, or a part can't be read.
         """
-        if sort != POOL and sort not in BY_KEY:
-            raise UserError(f"--sort {sort}: no such number; there are: {', '.join((*BY_KEY, POOL))}")
+        if sort is not None:
+            check_sort("--sort ", sort)
         store = open_store(place)
         folders = [name for name in store.names() if name != REPORT and not name.startswith((".", "old-"))]
         found = [name for name in folders if store.sub(name).exists(MANIFEST)]
@@ -104,7 +112,8 @@ class Sweep:
         bare = [name for name in folders if "=" in name or "." not in name]
         ends = dict.fromkeys(bare, "no results") | read_sweep_note(store)
         absent = {name: end for name, end in ends.items() if name not in found}
-        return Sweep(store, ranked(jobs, sort), varied_keys(jobs), sort, absent)
+        decides = sort or asked_sort(jobs)
+        return Sweep(store, ranked(jobs, decides), varied_keys(jobs), decides, absent)
 
     def values_of(self, key: str) -> list[Any]:
         """The values that a setting had, in order of size."""
@@ -121,16 +130,36 @@ class Sweep:
         return pa.table({key: pa.array(c, pa.float64() if key in numbers else None) for key, c in columns.items()})
 
 
+def check_sort(name: str, sort: str) -> None:
+    """Nothing, if `sort` is a number that jobs can be compared by.
+
+    Args:
+        name: of the setting, with what stands between it and its value.
+
+    Raises:
+        UserError: it is none.
+    """
+    if sort != POOL and sort not in BY_KEY:
+        raise UserError(f"{name}{sort}: no such number; there are: {', '.join((*BY_KEY, POOL))}")
+
+
+def asked_sort(jobs: Sequence[SweepJob]) -> str:
+    """The number by which all jobs ask to be compared; their speed, if they don't agree on one that is known."""
+    asked = {job.settings.get("report_sort") for job in jobs}
+    (one,) = asked if len(asked) == 1 else (None,)
+    return one if one == POOL or one in BY_KEY else DEFAULT_SORT
+
+
 def ranked(jobs: Sequence[SweepJob], sort: str) -> list[SweepJob]:
     """The best first; where less is better, or neither is, the least. Jobs that lack the number go last."""
     sign = -1.0 if sort != POOL and BY_KEY[sort].more_is_better else 1.0
     return sorted(jobs, key=lambda job: (job.value(sort) is None, sign * (job.value(sort) or 0.0), job.name))
 
 
-def in_order(sweep: Sweep, keys: Sequence[str]) -> list[SweepJob]:
+def in_order(jobs: Sequence[SweepJob], keys: Sequence[str]) -> list[SweepJob]:
     """The jobs by the values of these settings."""
-    places = {key: [setting(value) for value in sweep.values_of(key)] for key in keys}
-    return sorted(sweep.jobs, key=lambda job: [places[key].index(setting(job.settings.get(key))) for key in keys])
+    places = {key: list(map(setting, ordered(job.settings.get(key) for job in jobs))) for key in keys}
+    return sorted(jobs, key=lambda job: [places[key].index(setting(job.settings.get(key))) for key in keys])
 
 
 def varied_keys(jobs: Sequence[SweepJob]) -> list[str]:

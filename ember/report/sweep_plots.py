@@ -6,14 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from ember.report.drawing import BLUE, COLOURS, MARKERS, SIZE, STYLES, TALL, Picture, percent, picture, thousands
+from ember.report.drawing import BLUE, COLOURS, MARKERS, SIZE, STYLES, TALL, Picture, percent, picture, thousands, whole
 from ember.report.measures import BY_KEY
+from ember.report.pool_advice import SPEED
+from ember.report.ranking import NEAR
+from ember.report.same_tokens import same_results
 from ember.report.sweep import Sweep, SweepJob, in_order
 from ember.report.words import Unit, setting, written
 
 _METRICS = (
-    *("tokens_per_s", "mean_running", "mean_kv_use", "waste", "num_preemptions", "num_recomputed_tokens"),
-    *("hit_rate", "p95_ttft_s", "p95_latency_s"),
+    *("tokens_per_s", "mean_running", "mean_kv_use", "waste", "num_preemptions", "recomputed_share"),
+    *("hit_rate", "p95_step_s", "p95_ttft_s", "p95_latency_s"),
 )
 _MOST_LINES = len(COLOURS)
 
@@ -34,7 +37,7 @@ def _over_key(sweep: Sweep, metric: str) -> Picture:
     key, others = sweep.keys[0], sweep.keys[1:]
     places = [setting(value) for value in sweep.values_of(key)]
     lines: dict[str, list[tuple[int, float | None]]] = {}
-    for job in in_order(sweep, [*others, key]):
+    for job in in_order(sweep.jobs, [*others, key]):
         if _known(job, metric):
             point = (places.index(setting(job.settings.get(key))), job.values[metric])
             lines.setdefault(job.label(others) if others else "", []).append(point)
@@ -42,13 +45,18 @@ def _over_key(sweep: Sweep, metric: str) -> Picture:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         for number, (label, points) in enumerate(lines.items()):
-            axes.plot(*zip(*points, strict=True), label=label, **_look(number, joined=len(lines) <= _MOST_LINES))
+            axes.plot(
+                *zip(*points, strict=True), label=label or None, **_look(number, joined=len(lines) <= _MOST_LINES)
+            )
         axes.set_xticks(range(len(places)), places)
         axes.set_xlabel(key)
         axes.set_ylabel(_axis(metric))
-        axes.set_ylim(0, 1.1 * max((value or 0.0 for line in lines.values() for _, value in line), default=0.0) or 1.0)
+        most = max((value or 0.0 for line in lines.values() for _, value in line), default=0.0)
+        axes.set_ylim(0, 1.1 * most or 1.0)
+        if metric == SPEED and len(same_results(sweep.jobs)) == 1:
+            axes.axhline((1 - NEAR) * most, color="#888888", lw=0.8, ls=":", label=f"{1 - NEAR:.0%} of the best")
         _numbers(axes.yaxis, metric)
-        if others and len(lines) <= _MOST_LINES:
+        if len(lines) <= _MOST_LINES and axes.get_legend_handles_labels()[1]:
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, borderaxespad=0.2)
 
     size = TALL if others else SIZE
@@ -111,7 +119,7 @@ def _trade(sweep: Sweep) -> Picture:
         axes.set_xlabel("latency, 95th percentile (s)")
         axes.set_ylabel(BY_KEY["tokens_per_s"].label)
         axes.set_ylim(0, 1.12 * max((job.values["tokens_per_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.06 * max((job.values["p95_latency_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
         thousands(axes.yaxis)
 
     said = "Up and left is better. The numbers are the jobs' places in the table."
@@ -127,4 +135,4 @@ def _axis(metric: str) -> str:
 
 
 def _numbers(axis: Any, metric: str) -> None:
-    (percent if BY_KEY[metric].unit is Unit.SHARE else thousands)(axis)
+    {Unit.SHARE: percent, Unit.COUNT: whole}.get(BY_KEY[metric].unit, thousands)(axis)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pyarrow.parquet as pq
 from pyarrow import csv
 
-from ember.report.advice import advice, same_tokens, unfinished
+from ember.report.advice import advice, recommended, same_tokens, unfinished
 from ember.report.drawing import Picture, check_drawing
 from ember.report.job_report import put, report_folder, write_report
 from ember.report.measures import BY_KEY, MEASURES
@@ -19,10 +19,10 @@ from ember.report.sweep_plots import sweep_pictures
 from ember.report.words import Unit, setting, written
 
 COLUMNS = (
-    *("tokens_per_s", "mean_running", "peak_kv_use", "mean_kv_use", "waste", "num_preemptions", "hit_rate"),
-    *("p50_latency_s", "p95_latency_s", "duration_s", "num_rows"),
+    *("tokens_per_s", "mean_running", "peak_kv_use", "mean_kv_use", "waste", "num_preemptions", "recomputed_share"),
+    *("hit_rate", "p50_latency_s", "p95_latency_s", "p95_step_s", "num_steps", "duration_s"),
 )
-_IF_ANY = ("num_preemptions", "num_recomputed_tokens", "hit_rate")
+_IF_ANY = ("num_preemptions", "num_recomputed_tokens", "recomputed_share", "hit_rate")
 _SHORT = {
     "tokens_per_s": "tokens/s at work",
     "mean_running": "running",
@@ -31,16 +31,19 @@ _SHORT = {
     "hit_rate": "hits",
     "p50_latency_s": "p50 latency",
     "p95_latency_s": "p95 latency",
+    "p95_step_s": "p95 step",
+    "recomputed_share": "done again",
+    "num_preemptions": "preempted",
     POOL: "pool (tokens)",
 }
 """Heads of columns that are narrower than the labels."""
 
 
-def report_sweep(place: str, *, sort: str = "tokens_per_s", to: str | None = None) -> str:
+def report_sweep(place: str, *, sort: str | None = None, to: str | None = None) -> str:
     """Compare the jobs of a sweep; returns what to print: the answer, the table, where the page is.
 
     Args:
-        sort: the measure that decides.
+        sort: the measure that decides; None is that of the jobs' `report_sort`.
         to: a folder other than `report` in the sweep's.
 
     Raises:
@@ -64,16 +67,18 @@ def report_sweep(place: str, *, sort: str = "tokens_per_s", to: str | None = Non
 def sweep_page(sweep: Sweep, said: list[str], checks: list[tuple[str, bool]], pictures: list[Picture]) -> Page:
     """The page of a sweep."""
     page = Page(f"ember sweep: {sweep.store.shown}")
-    for sentence in said:
-        page.text(sentence, "lead")
+    for number, sentence in enumerate(said):
+        page.text(sentence, "lead" if number else "answer")
     for sentence, fine in checks:
         page.text(sentence, "good" if fine else "bad")
     some = f" of {len(sweep.jobs) + len(sweep.absent)}" if sweep.absent else ""
     page.heading(f"{len(sweep.jobs)}{some} jobs, sorted by {_head_of(sweep.sort)}")
     if not sweep.keys:
         page.text("No setting varied.")
-    page.table(_head(sweep), _rows(sweep), texts=len(_head(sweep)) - len(_columns(sweep)), best=0)
-    page.text("The whole table, with every number, is in jobs.parquet and jobs.csv beside this page.")
+    best = {sweep.jobs.index(job) for job in recommended(sweep)}
+    page.table(_head(sweep), _rows(sweep), texts=len(_head(sweep)) - len(_columns(sweep)), best=best)
+    marked = "The marked rows are those named above. " if best else ""
+    page.text(f"{marked}The whole table, with every number, is in jobs.parquet and jobs.csv beside this page.")
     page.heading("What the settings did")
     page.pictures(pictures)
     page.heading("What the numbers mean")

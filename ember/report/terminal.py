@@ -19,7 +19,7 @@ from ember.report.words import Unit, row_name, setting, written
 
 _COUNTS = (
     *("num_prompt_tokens", "num_output_tokens", "tokens_per_s", "mean_running", "peak_running", "mean_kv_use"),
-    *("peak_kv_use", "waste", "num_preemptions", "hit_rate", "p50_latency_s", "p95_latency_s"),
+    *("peak_kv_use", "waste", "num_preemptions", "recomputed_share", "hit_rate", "p50_latency_s", "p95_latency_s"),
 )
 _ERRORS_A_KIND = 3
 _TEXT_LINES = 4

@@ -164,7 +164,7 @@ MISTAKES = {
     ("export", "nowhere", "--to", "x.jsonl"): "nowhere holds no manifest.json",
     ("export", "out", "--to", "x.txt"): "--to x.txt: the ending .txt names no format",
     ("export", "out", "--to", "s3://b/x.jsonl"): "--to s3://b/x.jsonl: must be a local file",
-    ("export", "out", "--to", "none/x.jsonl"): "can't write none/x.jsonl: No such file or directory",
+    ("export", "out", "--to", "none/x.jsonl"): "--to none/x.jsonl: there is no folder none; make it first",
     ("export", "out", "--to", "."): "--to .: is a folder",
     ("export", "out", "--to", "x.csv", "--order", "random"): "export: argument --order: invalid choice",
 }

@@ -79,7 +79,7 @@ def test_the_answer_comes_first(sweep: Path, tmp_path: Path, monkeypatch, capsys
     assert main(["report", str(sweep), "--sort", "num_preemptions", "--to", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert re.match(r"Best: .*pool_size=640tok, preemptions 0\b", said)
-    assert "Against the last, " in said and "What it costs: a pool of 640 tokens (the smallest tried: 80)" in said
+    assert "Against block_size=" in said and " costs: a pool of 640 tokens (the smallest tried: 80)" in said
     assert "All 4 jobs gave identical tokens in all 8 rows." in said
     assert main(["report", str(sweep), "--sort", "num_steps", "--to", str(tmp_path)]) == 0
     assert re.search(
@@ -154,6 +154,12 @@ def test_mistakes_are_one_line(sweep: Path, tmp_path: Path, capsys: pytest.Captu
     assert "error: --sort speed: no such number; there are: tokens_per_s," in capsys.readouterr().err
     assert main(["report", str(tmp_path)]) == 2
     assert "nor do its folders; name the output of a job or sweep" in capsys.readouterr().err
+
+
+def test_a_number_that_no_report_has_is_a_mistake_before_the_job(job_folder: Path, capsys) -> None:
+    """A typing error in a job file's report_sort would only show, or not, once the sweep is done."""
+    assert ember.run.main(["data=prompts.jsonl", "output=out", "report_sort=speed"]) == 2
+    assert "error: report_sort=speed: no such number; there are: tokens_per_s," in capsys.readouterr().err
 
 
 def test_report_without_matplotlib_is_a_mistake_before_the_job(job_folder: Path, monkeypatch, capsys) -> None:
