@@ -22,6 +22,7 @@ class AttentionMetadata:
         context_lens: [S] int32, tokens of each sequence in the pool once this step's are written.
         block_tables: [S, max_blocks] int32, padded with 0.
         block_size: slots in a block.
+        max_query_len, max_context_len: the largest of a sequence, so that nobody has to ask the device.
     """
 
     slot_mapping: torch.Tensor
@@ -29,6 +30,8 @@ class AttentionMetadata:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     block_size: int
+    max_query_len: int
+    max_context_len: int
 
 
 class AttentionBackend(Protocol):

@@ -20,6 +20,7 @@ from ember.core.sequence import FinishReason, Sequence, SequenceStatus
 from ember.core.stats import StepStats
 from ember.errors import RequestError
 from ember.sampling.logprobs import token_logprobs
+from ember.transfer import upload
 
 OnToken = Callable[[int, int], str | None]
 """Told of (request_id, token_id); a string it returns is the stop string that ends the request."""
@@ -274,7 +275,7 @@ def _score(logits: torch.Tensor, scheduled: list[ScheduledSequence]) -> list[Seq
 
 
 def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    return logits if rows == list(range(len(logits))) else logits[rows]
+    return logits if rows == list(range(len(logits))) else logits[upload(rows, torch.long, logits.device)]
 
 
 def _accept(scheduled: ScheduledSequence, ahead: int, token: int | RequestError) -> bool:

@@ -17,6 +17,7 @@ from ember.attention.base import AttentionBackend, AttentionMetadata
 from ember.cache.kv_pool import KVPool
 from ember.core.batch import ModelInput, ScheduledSequence
 from ember.model.network import Network
+from ember.transfer import upload_together
 
 
 class ModelRunner:
@@ -41,17 +42,21 @@ class ModelRunner:
         """Logits [R, vocab_size] float32 of the rows that the step asks for."""
         for source, destination in step.copies:
             self.pool.copy_block(source, destination)
+        host = [step.input_ids, step.positions, step.rows, step.slot_mapping]
+        host += [step.query_start_loc, step.context_lens, step.block_tables]
+        input_ids, positions, rows, slots, starts, contexts, tables = upload_together(host, self.device)
         metadata = AttentionMetadata(
-            slot_mapping=step.slot_mapping.to(self.device),
-            query_start_loc=step.query_start_loc.to(self.device),
-            context_lens=step.context_lens.to(self.device),
-            block_tables=step.block_tables.to(self.device),
+            slot_mapping=slots,
+            query_start_loc=starts,
+            context_lens=contexts,
+            block_tables=tables,
             block_size=self.pool.shape.block_size,
+            max_query_len=int(step.query_start_loc.diff().max()),
+            max_context_len=int(step.context_lens.max()),
         )
         self.attention.prepare(metadata)
-        input_ids, positions = step.input_ids.to(self.device), step.positions.to(self.device)
         hidden = self.model.forward(input_ids, positions, self.pool.layers, self.attention)
-        return self.model.logits(hidden[step.rows.to(self.device)])
+        return self.model.logits(hidden[rows])
 
 
 def _pack(scheduled: list[ScheduledSequence], block_size: int) -> ModelInput:

@@ -19,6 +19,7 @@ from ember.errors import RequestError
 from ember.sampling.adjust import adjust
 from ember.sampling.logprobs import token_logprobs
 from ember.sampling.token_logprobs import TokenLogprobs
+from ember.transfer import upload
 
 TOP_P_CANDIDATES = 256
 """Likeliest tokens that are sorted first to find where top-p cuts; the rest only where they don't reach it."""
@@ -51,36 +52,35 @@ class Sampler:
         adjusting = [i for i, s in enumerate(sequences) if s.adjusts_logits]
         asking = [i for i, s in enumerate(sequences) if s.num_logprobs is not None]
         adjusted, failed = adjust(logits, sequences, adjusting) if adjusting else (logits, {})
-        tokens = _choose(adjusted, logits, sequences)
+        tokens = _choose(adjusted, sequences)
         for i, error in failed.items():
             tokens[i] = error
         return SamplerOutput(tokens, _logprobs(logits, asking, tokens, sequences) if asking else {})
 
 
-def _choose(logits: torch.Tensor, raw: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
-    """A token a row of the adjusted logits [R, vocab_size]; `raw` are the network's own, which tell who is to blame."""
-    best = _argmax(logits)
-    values = logits.gather(1, best[:, None])[:, 0]
-    finite = values.isfinite().tolist()
-    tokens: list[int | RequestError] = list(best.tolist())
-    for i in [i for i, ok in enumerate(finite) if not ok]:
-        tokens[i] = _nothing_to_draw(float(values[i]), sequences[i], bool(raw[i].isfinite().all()))
-    drawing = [i for i, s in enumerate(sequences) if finite[i] and not s.params.greedy]
+def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+    """All on the logits' device, which nothing waits for but the chosen tokens at the end."""
+    tokens = _argmax(logits)
+    best = logits.gather(1, tokens[:, None])[:, 0]
+    drawing = [i for i, s in enumerate(sequences) if not s.params.greedy]
     tile = CPU_TILE if logits.device.type == "cpu" else len(sequences)
     for begin in range(0, len(drawing), tile):
         rows = drawing[begin : begin + tile]
-        for i, token in zip(rows, _draw(logits[rows], [sequences[i] for i in rows]), strict=True):
-            tokens[i] = token
-    return tokens
+        at = upload(rows, torch.long, logits.device)
+        tokens[at] = _draw(logits[at], [sequences[i] for i in rows])
+    found = zip(*_read(torch.stack([tokens.double(), best.double()])), sequences, strict=True)
+    return [int(token) if math.isfinite(value) else _nothing_to_draw(value, s) for token, value, s in found]
 
 
-def _nothing_to_draw(best: float, sequence: Sequence, finite_before: bool) -> RequestError:
+def _read(numbers: torch.Tensor) -> list[list[float]]:
+    """The only place where a step waits for its device."""
+    rows: list[list[float]] = numbers.tolist()
+    return rows
+
+
+def _nothing_to_draw(best: float, sequence: Sequence) -> RequestError:
     if best == -math.inf and sequence.adjusts_logits:
         return RequestError("no_token_left", "the sampling settings together leave no token that may come next")
-    if finite_before:
-        repetition = sequence.params.repetition_penalty
-        what = f"repetition_penalty={repetition}: makes logits that are no float32; use one nearer to 1"
-        return RequestError("bad_sampling", what, key="repetition_penalty")
     return RequestError("bad_logits", "the network's logits are not finite numbers")
 
 
@@ -101,16 +101,17 @@ def _argmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.argmax(dim=-1)
 
 
-def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
+def _draw(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
+    """A token a row, [R]; any where a row's numbers are not finite."""
     device, params = logits.device, [s.params for s in sequences]
-    temperature = torch.tensor([min(p.temperature, MAX_TEMPERATURE) for p in params], device=device)
+    temperature = upload([min(p.temperature, MAX_TEMPERATURE) for p in params], torch.float32, device)
     scores = (logits - logits.max(dim=-1, keepdim=True).values) / temperature[:, None]
     _keep_top_k(scores, [p.top_k for p in params])
     weights = scores.softmax(dim=-1)  # row by row: exp over the whole matrix would depend on its height
     _keep_min_p(weights, [p.min_p for p in params])
     _keep_top_p(weights, [p.top_p for p in params])
     uniforms = [uniform(s.seed, s.sample_index, s.num_output_tokens) for s in sequences]
-    return _invert(weights, torch.tensor(uniforms, dtype=torch.float64, device=device))
+    return _invert(weights, upload(uniforms, torch.float64, device))
 
 
 def _keep_top_k(scores: torch.Tensor, top_k: list[int]) -> None:
@@ -119,10 +120,10 @@ def _keep_top_k(scores: torch.Tensor, top_k: list[int]) -> None:
     rows = [i for i, k in enumerate(top_k) if 0 < k < vocab_size]
     if not rows:
         return
-    k = torch.tensor([top_k[i] for i in rows], device=scores.device)
-    best = scores[rows].topk(int(k.max()), dim=-1).values
-    floor = best.gather(1, (k - 1)[:, None])
-    scores[rows] = scores[rows].masked_fill(scores[rows] < floor, -math.inf)
+    at, last = upload([rows, [top_k[i] - 1 for i in rows]], torch.long, scores.device)
+    chosen = scores[at]
+    floor = chosen.topk(max(top_k[i] for i in rows), dim=-1).values.gather(1, last[:, None])
+    scores[at] = chosen.masked_fill(chosen < floor, -math.inf)
 
 
 def _keep_top_p(weights: torch.Tensor, top_p: list[float]) -> None:
@@ -130,15 +131,23 @@ def _keep_top_p(weights: torch.Tensor, top_p: list[float]) -> None:
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return
-    chosen = weights[rows]
-    goal = torch.tensor([top_p[i] for i in rows], dtype=torch.float64, device=weights.device)
-    goal = goal * chosen.cumsum(dim=-1, dtype=torch.float64)[:, -1]  # in order, unlike sum()
-    best = chosen.topk(min(TOP_P_CANDIDATES, chosen.shape[-1]), dim=-1).values
+    at = upload(rows, torch.long, weights.device)
+    chosen = weights[at]
+    share = upload([top_p[i] for i in rows], torch.float64, weights.device)
+    goal = share * chosen.cumsum(dim=-1, dtype=torch.float64)[:, -1]  # in order, unlike sum()
+    weights[at] = chosen.masked_fill(chosen < _top_p_floors(chosen, goal)[:, None], 0.0)
+
+
+def _top_p_floors(weights: torch.Tensor, goal: torch.Tensor) -> torch.Tensor:
+    """The smallest weight of each row [n, V] that is still needed to reach `goal` [n]."""
+    if weights.device.type != "cpu":  # asking whether the likeliest are enough would be to wait for the device
+        return _top_p_floor(_descending(weights), goal)[0]
+    best = weights.topk(min(TOP_P_CANDIDATES, weights.shape[-1]), dim=-1).values
     floor, reached = _top_p_floor(best, goal)
     if not bool(reached.all()):
         rest = (~reached).nonzero()[:, 0]
-        floor[rest] = _top_p_floor(_descending(chosen[rest]), goal[rest])[0]
-    weights[rows] = chosen.masked_fill(chosen < floor[:, None], 0.0)
+        floor[rest] = _top_p_floor(_descending(weights[rest]), goal[rest])[0]
+    return floor
 
 
 def _descending(weights: torch.Tensor) -> torch.Tensor:
@@ -158,14 +167,13 @@ def _top_p_floor(descending: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Te
 
 def _keep_min_p(weights: torch.Tensor, min_p: list[float]) -> None:
     if any(min_p):
-        floor = weights.max(dim=-1).values * torch.tensor(min_p, device=weights.device)
+        floor = weights.max(dim=-1).values * upload(min_p, torch.float32, weights.device)
         weights.masked_fill_(weights < floor[:, None], 0.0)
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> list[int]:
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The first token id at which a row's cumulative weight passes its uniform share of the sum."""
     cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1]
     share = torch.minimum(uniforms * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens: list[int] = torch.searchsorted(cumulative, share[:, None], right=True)[:, 0].tolist()
-    return tokens
+    return torch.searchsorted(cumulative, share[:, None], right=True)[:, 0]

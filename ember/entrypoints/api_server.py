@@ -44,6 +44,8 @@ class ApiServer:
     def __init__(self, config: ServerConfig, plan: EnginePlan, engine: AsyncEngine, metrics: Metrics) -> None:
         self._config, self._plan, self._engine, self._metrics = config, plan, engine, metrics
         self._admission = Admission(plan)
+        if plan.chat is not None:
+            plan.chat.serve_strangers()
         self._model = config.served_model or plan.folder.name
         self._created = int(time.time())
 

@@ -29,14 +29,22 @@ class ChatProcess:
         source: the template.
         now: the ISO date that it may be told, or None.
         cpu_seconds: the most that rendering one conversation may compute.
+
+    Attributes:
+        most_deaths: workers that may die in a row before it is not tried again; None: any number.
     """
 
     def __init__(self, source: str, now: str | None, *, cpu_seconds: float = 10.0) -> None:
-        self._setup = {"source": source, "now": now, "cpu_seconds": cpu_seconds}
+        self._setup: dict[str, Any] = {"source": source, "now": now, "cpu_seconds": cpu_seconds}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._pid = 0
         self._deaths = 0
+        self.most_deaths: int | None = MOST_DEATHS
+
+    def another(self) -> ChatProcess:
+        """One of the same template with a worker of its own."""
+        return ChatProcess(**self._setup)
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text of a template with these variables.
@@ -45,8 +53,8 @@ class ChatProcess:
             UserError: the template is none, refuses the variables, fails, or takes more time or memory than any should.
         """
         with self._lock:
-            if self._deaths >= MOST_DEATHS:
-                raise UserError(f"{_TOO_MUCH}; it did so {MOST_DEATHS} times in a row and is not tried again")
+            if self.most_deaths is not None and self._deaths >= self.most_deaths:
+                raise UserError(f"{_TOO_MUCH}; it did so {self._deaths} times in a row and is not tried again")
             self._ensure()
             return self._ask(variables)
 

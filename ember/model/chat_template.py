@@ -8,9 +8,11 @@ template's own beginning of an answer.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import LifoQueue
 from typing import Any
 
 from ember.errors import ConfigError, UserError
@@ -19,6 +21,9 @@ from ember.model.content_marks import NONCHARACTERS, ContentMarks
 from ember.model.conversation import Conversation
 from ember.model.tokenizer import Tokenizer
 from ember.model.tokenizer_settings import TokenizerSettings, template_file
+
+NUM_WORKERS = 4
+"""Templates that a server may be rendering at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,8 @@ class ChatTemplate:
         self._variables = {"tools": None, "documents": None, **settings.named, **(kwargs or {})}
         if settings.extra:
             self._variables.setdefault("additional_special_tokens", list(settings.extra))
-        self._process = ChatProcess(source, now)
+        self._processes: LifoQueue[ChatProcess] = LifoQueue()
+        self._processes.put(ChatProcess(source, now))
         eos = tokenizer.special.get(settings.named.get("eos_token", ""))
         self.stop_ids = frozenset() if eos is None else frozenset([eos])
 
@@ -89,7 +95,8 @@ class ChatTemplate:
         Raises:
             UserError: it is no Jinja, or jinja2 is missing.
         """
-        self._process.check()
+        with self._process() as process:
+            process.check()
 
     def render(self, conversation: Conversation) -> ChatPrompt:
         """The prompt of a conversation.
@@ -102,15 +109,37 @@ class ChatTemplate:
         if conversation.continues:
             messages[-1]["content"] = _open_end(messages[-1], end)
         variables = {"messages": messages, "add_generation_prompt": not conversation.continues}
-        text = self._process.render({**self._variables, **variables})
+        variables = {**self._variables, **self._marks.put(dict(conversation.kwargs), mark), **variables}
+        with self._process() as process:
+            text = process.render(variables)
         if conversation.continues:
             text = _cut(text, end)
         parts = [p.replace(mark, "") if isinstance(p, str) else p for p in self._tokenizer.split_special(text)]
         return ChatPrompt(text.replace(mark, ""), self._tokenizer.encode_parts(parts))
 
+    def serve_strangers(self) -> None:
+        """From now on, conversations come from people who have nothing to do with each other.
+
+        One on which the template runs too long costs itself, however many there were before it, and others need not
+        wait for it: they have further workers, which start when they are needed.
+        """
+        first = self._processes.get()
+        for process in (*(first.another() for _ in range(NUM_WORKERS - 1)), first):
+            process.most_deaths = None
+            self._processes.put(process)
+
+    @contextmanager
+    def _process(self) -> Iterator[ChatProcess]:
+        """One that nobody else uses meanwhile; of several, the one that was used last."""
+        process = self._processes.get()
+        try:
+            yield process
+        finally:
+            self._processes.put(process)
+
     def _unused(self, conversation: Conversation) -> tuple[str, str]:
         """Two code points that occur nowhere in the conversation."""
-        text = repr(conversation.messages) + self.source
+        text = repr(conversation) + self.source
         free = [char for char in NONCHARACTERS if char not in text and f"\\u{ord(char):x}" not in text]
         if len(free) < 2:
             raise UserError("the messages hold nearly all of U+FDD0 to U+FDEF, which are no characters")

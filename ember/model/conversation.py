@@ -7,7 +7,8 @@ The shape is OpenAI's: a list of objects with `role` and `content`, and whatever
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ember.checks import MAX_DEPTH, json_kind, too_deep
@@ -20,9 +21,14 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages of a known role, each with text (or with tool calls instead)."""
+    """Messages of a known role, each with text (or with tool calls instead).
+
+    Attributes:
+        kwargs: further variables for the chat template, which win over the model's and the job's; values as in JSON.
+    """
 
     messages: tuple[dict[str, Any], ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(value: Any, name: str = "messages") -> Conversation:
@@ -60,7 +66,7 @@ class Conversation:
         """With a system message in front, unless it has one of its own."""
         if text is None or self.messages[0]["role"] in ("system", "developer"):
             return self
-        return Conversation(({"role": "system", "content": text}, *self.messages))
+        return replace(self, messages=({"role": "system", "content": text}, *self.messages))
 
     @property
     def text(self) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from ember.core.sequence import Sequence
 from ember.errors import RequestError
+from ember.transfer import upload, upload_together
 
 
 def adjust(
@@ -36,9 +37,9 @@ def _mask(logits: torch.Tensor, sequence: Sequence) -> None:
     params = sequence.params
     if sequence.constraint is not None:
         allowed = sequence.constraint.allowed(sequence.output_token_ids)
-        logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -math.inf)
+        logits.masked_fill_(upload_together([torch.from_numpy(~allowed)], logits.device)[0], -math.inf)
     if params.allowed_token_ids is not None:
-        kept = torch.tensor(params.allowed_token_ids, device=logits.device)
+        kept = upload(params.allowed_token_ids, torch.long, logits.device)
         values = logits[kept]
         logits.fill_(-math.inf)
         logits[kept] = values
@@ -46,10 +47,10 @@ def _mask(logits: torch.Tensor, sequence: Sequence) -> None:
     if sequence.num_output_tokens < params.min_tokens:
         banned += sequence.stop_ids
     if banned:
-        logits[banned] = -math.inf
+        logits.index_fill_(0, upload(banned, torch.long, logits.device), -math.inf)
     if params.logit_bias:
-        tokens = torch.tensor(list(params.logit_bias), device=logits.device)
-        logits.index_add_(0, tokens, torch.tensor(list(params.logit_bias.values()), device=logits.device))
+        tokens = upload(list(params.logit_bias), torch.long, logits.device)
+        logits.index_add_(0, tokens, upload(list(params.logit_bias.values()), torch.float32, logits.device))
 
 
 def _about_to_end(word: list[int], sequence: Sequence) -> bool:
@@ -68,10 +69,10 @@ def _penalise(logits: torch.Tensor, rows: list[tuple[int, Sequence]]) -> None:
         return
     row, token, count = _token_counts(rows, logits.shape[-1])
     settings = [(p.params.repetition_penalty, p.params.frequency_penalty, p.params.presence_penalty) for _, p in rows]
-    repetition, frequency, presence = torch.tensor(settings, device=logits.device).T[:, row].unbind()
-    at = torch.tensor([i for i, _ in rows])[row].to(logits.device), token.to(logits.device)
-    count = count.to(logits.device)
-    values = logits[at]
+    places = [torch.tensor([i for i, _ in rows])[row], token, count, torch.tensor(settings).T[:, row].contiguous()]
+    i, token, count, chosen = upload_together(places, logits.device)
+    repetition, frequency, presence = chosen.unbind()
+    at, values = (i, token), logits[i, token]
     values = torch.where(values > 0, values / repetition, values * repetition)
     logits[at] = values - frequency * count - presence * (count > 0)
 

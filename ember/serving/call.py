@@ -27,7 +27,9 @@ MAX_FORM_CHARS = 65_536
 MAX_MESSAGES = 16_384
 """Each costs the template its time, also where it has no text."""
 _OWN = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids", "user")
-_OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt")
+_OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt", "chat_template_kwargs")
+_OWN_OF_TEMPLATES = ("messages", "add_generation_prompt")
+"""Variables of a chat template that follow from the request."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +90,7 @@ class Call:
             raise _wrong("logprobs", "must be true or false for a chat; top_logprobs is the number")
         limits.check(1, given)
         params = _params({k: v for k, v in given.items() if k not in _OWN_OF_CHAT}, CHAT_DEFAULTS)
-        return _call(given, [conversation], params, echo=False)
+        return _call(given, [replace(conversation, kwargs=_template_kwargs(given))], params, echo=False)
 
 
 def _call(given: dict[str, Any], prompts: Sequence[Prompt], params: SamplingParams, *, echo: bool) -> Call:
@@ -169,6 +171,17 @@ def _check_continuing(given: dict[str, Any], conversation: Conversation) -> None
         raise _wrong("continue_final_message", "must be true just if the last message is the assistant's, or left out")
     if _flag(given, "add_generation_prompt", default=not conversation.continues) is conversation.continues:
         raise _wrong("add_generation_prompt", "must be false just if the last message is the assistant's, or left out")
+
+
+def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's: further variables for the chat template."""
+    kwargs = given.get("chat_template_kwargs", {})
+    if not isinstance(kwargs, dict):
+        raise _wrong("chat_template_kwargs", "must be an object of the chat template's variables")
+    for name in _OWN_OF_TEMPLATES:
+        if name in kwargs:
+            raise _wrong("chat_template_kwargs", f"may not hold {name}, which follows from the request")
+    return kwargs
 
 
 def _refuse(given: dict[str, Any], *keys: str) -> None:

@@ -72,7 +72,14 @@ def _chat(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
         "maxItems": MAX_MESSAGES,
         "description": "or of role assistant, tool, developer",
     }
-    return {"messages": messages, **_common(config, plan, model), "logprobs": _flag()}
+    kwargs = {
+        "type": ["object", "null"],
+        "properties": {"enable_thinking": {"type": "boolean"}},
+        "additionalProperties": False,
+        "description": "variables of the chat template, of any name that it has",
+    }
+    own = {"messages": messages, "chat_template_kwargs": kwargs}
+    return {**own, **_common(config, plan, model), "logprobs": _flag()}
 
 
 def _common(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:

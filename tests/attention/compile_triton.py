@@ -17,10 +17,12 @@ from triton.compiler import ASTSource
 from ember.attention import triton as backend
 
 POOL = {"DIM": 64, "WIDTH": 64, "SLOTS": 16, "LANES": 8, "DIMS": 64}
+DECODE = "decode", {"ROWS": 16, "MOST": 1, "ALONE": True, "SPLIT": True}
+PROMPT = "prompt", {"ROWS": 64, "MOST": 16, "ALONE": False, "SPLIT": False}
 TYPES = {
     "tables": "*i32",
-    "tiles": "*i32",
-    "tokens": "*i64",
+    "starts": "*i32",
+    "contexts": "*i32",
     "slots": "*i64",
     "sums": "*fp32",
     "parts": "*fp32",
@@ -28,14 +30,15 @@ TYPES = {
     "v_scale": "*fp32",
     "scale": "fp32",
 }
-NUMBERS = ("window", "kv_heads", "max_blocks", "count", "k_stride", "v_stride")
+NUMBERS = ("window", "kv_heads", "max_blocks", "sequences", "splits", "count", "k_stride", "v_stride")
+CUT = {"TILE": backend.TILE, "FROM": backend.SPLIT_FROM, "MOST_SPLITS": backend.MOST_SPLITS}
 
 
 def compile_for(arch: int, kernel, queries: str, pool: str, **constants):
     """The compiled kernel, for queries and a pool of these types."""
     types = dict.fromkeys(NUMBERS, "i32") | {"q": queries, "out": queries, "to_k": pool, "to_v": pool} | TYPES
     types |= dict.fromkeys("kv", pool if "q" in kernel.arg_names else queries)
-    if constants.get("SPLITS", 1) > 1 and "q" in kernel.arg_names:
+    if constants.get("SPLIT") and "q" in kernel.arg_names:
         types["out"] = "*fp32"
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     # numbers that a launch would find to be multiples of 16, and specialise on
@@ -61,12 +64,12 @@ def main() -> None:
     parser.add_argument("--arch", type=int, default=90)
     arch = parser.parse_args().arch
     for pool, largest in (("*bf16", 0.0), ("*i8", 127.0), ("*fp8e4nv", 448.0)):
-        for name, shape in (("decode", {"ROWS": 16, "SPLITS": 4}), ("prompt", {"ROWS": 64, "SPLITS": 1})):
-            constants = {**POOL, **shape, "SCALED": largest > 0, "GROUP": 4, "TILE": backend.TILE, "KIND": tl.bfloat16}
+        for name, shape in DECODE, PROMPT:
+            constants = {**POOL, **CUT, **shape, "SCALED": largest > 0, "GROUP": 4, "KIND": tl.bfloat16}
             print(name, pool, instructions(compile_for(arch, backend._attend, "*bf16", pool, **constants)))
         constants = {**POOL, "LARGEST": largest, "TOKENS": backend.STORED_TOGETHER}
         print("store", pool, instructions(compile_for(arch, backend._store, "*bf16", pool, **constants)))
-    print("join", instructions(compile_for(arch, backend._join, "*bf16", "*bf16", DIM=64, DIMS=64, SPLITS=4)))
+    print("join", instructions(compile_for(arch, backend._join, "*bf16", "*bf16", DIM=64, DIMS=64, **CUT)))
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ class Case:
             context_lens=torch.tensor([sum(pair) for pair in self.lengths]).int(),
             block_tables=padded,
             block_size=self.block_size,
+            max_query_len=max(new for _, new in self.lengths),
+            max_context_len=max(map(sum, self.lengths)),
         )
 
     def packed(self, whole):

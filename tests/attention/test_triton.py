@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -64,6 +65,49 @@ def test_a_long_context_is_shared_out_and_joined(window, monkeypatch):
     case = Case([(400, 1), (9, 1), (130, 1), (3, 2)], 1, 4, 16, 16, window=window)
     out, _ = case.run("triton")
     torch.testing.assert_close(out.double(), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+@needs_triton
+def test_a_row_that_decodes_has_the_same_bits_beside_any_other(monkeypatch):
+    """A context split by the batch's longest one: its sums, and so a near tie, followed its neighbours."""
+    monkeypatch.setattr("ember.attention.triton.SPLIT_FROM", 64)
+    row, beside = (200, 1), [(9, 1), (700, 1), (3, 4)]
+    case = Case([row, *beside], 1, 2, 8, 16)
+    alone = Case([row], 1, 2, 8, 16)
+    alone.q, alone.k, alone.v = case.q[:1], case.k[:1], case.v[:1]
+    assert torch.equal(alone.run("triton")[0], case.run("triton")[0][:1])
+
+
+@needs_triton
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_a_wide_head_and_a_whole_block_of_1024(kv_heads):
+    """Tiles shrink as heads get wider; in float32 those of 256 did not fit in a GPU's shared memory."""
+    case = Case([(40, 1), (3, 30)], kv_heads, 2, 256, 1024, scale=1 / 16)
+    out, _ = case.run("triton")
+    torch.testing.assert_close(out.double(), case.dense(), atol=2e-5, rtol=1e-4)
+
+
+@needs_triton
+def test_padding_is_neither_written_nor_read():
+    """A batch filled up for a graph: its rows' garbage must not reach the pool, nor slot 0 be overwritten."""
+    case = Case([(20, 1), (3, 1)], 1, 2, 8, 4)
+    attention, layer, meta = make_backend("triton", torch.float32), case.layer(), case.metadata()
+    expected, left = case.run("triton")
+    attention.prepare(
+        replace(
+            meta,
+            slot_mapping=torch.cat([meta.slot_mapping, torch.tensor([-1, -1])]),
+            query_start_loc=torch.arange(5, dtype=torch.int32),
+            context_lens=torch.cat([meta.context_lens, torch.zeros(2, dtype=torch.int32)]),
+            block_tables=torch.cat([meta.block_tables, torch.zeros_like(meta.block_tables)]),
+        )
+    )
+    q, k, v = (torch.cat([x, torch.full_like(x, torch.nan)]) for x in map(case.packed, (case.q, case.k, case.v)))
+    out = attention.forward(q, k, v, layer, case.scale)
+    assert torch.equal(out[:2], expected)
+    assert not out[2:].any()
+    for mine, its in ((layer.k, left.k), (layer.v, left.v)):
+        assert torch.equal(mine.nan_to_num(-1.0), its.nan_to_num(-1.0))
 
 
 @needs_triton

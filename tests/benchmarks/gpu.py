@@ -98,6 +98,8 @@ class Step:
                 context_lens=torch.full((load.sequences,), load.context, device=self.device).int(),
                 block_tables=self.tables,
                 block_size=load.block_size,
+                max_query_len=load.new,
+                max_context_len=load.context,
             )
         )
         return lambda: backend.forward(self.q, self.k, self.v, self.layer, load.dim**-0.5)

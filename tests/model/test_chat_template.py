@@ -164,6 +164,17 @@ def test_a_template_that_never_ends_is_ended() -> None:
     assert isinstance(running, subprocess.Popen) and running.poll() is not None
 
 
+def test_strangers_conversations_cost_themselves_alone() -> None:
+    """Three clients whose conversations ran too long turned chat off for all others of a server."""
+    source = "{% if slow %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}ok"
+    process = ChatProcess(source, None, cpu_seconds=0.05).another()
+    process.most_deaths = None
+    for _ in range(4):
+        with pytest.raises(UserError, match="longer"):
+            process.render({"slow": True})
+    assert process.render({"slow": False}) == "ok"
+
+
 def test_a_template_sees_none_of_the_users_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens for the Hub lay in the environment of the process that runs strangers' templates."""
     monkeypatch.setenv("HF_TOKEN", "secret")

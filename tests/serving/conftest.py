@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat_models import chat_folder
+from tests.chat_models import PLAIN, chat_folder
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 READY = re.compile(r"serving on (http://\S+)")
@@ -64,8 +64,8 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded model with a chat template."""
-    return chat_folder(tmp_path_factory.mktemp("chat") / "model")
+    """The embedded model with a chat template that has a variable of its own."""
+    return chat_folder(tmp_path_factory.mktemp("chat") / "model", "{{ opening }}" + PLAIN)
 
 
 @pytest.fixture(scope="session")

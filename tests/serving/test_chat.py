@@ -88,6 +88,36 @@ def test_the_assistants_last_message_is_continued(client, model) -> None:
         client.chat.completions.create(extra_body={"add_generation_prompt": True}, **ask)
 
 
+def test_variables_of_the_template_come_with_the_request(client, model) -> None:
+    """vLLM's extension; a control token that they spell must stay text, as in messages."""
+
+    def ids(**kwargs: object) -> list[int]:
+        extra = {"return_token_ids": True, **({"chat_template_kwargs": kwargs} if kwargs else {})}
+        answer = client.chat.completions.create(model=model, messages=MESSAGES, extra_body=extra, **PARAMS)
+        return answer.choices[0].prompt_token_ids
+
+    plain, opened, spelled = ids(), ids(opening="Hello"), ids(opening="<|endoftext|>")
+    assert opened[-len(plain) :] == plain != opened
+    assert spelled[-len(plain) :] == plain
+    assert plain[0] not in spelled[: -len(plain)]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        (["x"], "chat_template_kwargs must be an object"),
+        ("x", "chat_template_kwargs must be an object"),
+        ({"messages": []}, "chat_template_kwargs may not hold messages"),
+        ({"add_generation_prompt": False}, "chat_template_kwargs may not hold add_generation_prompt"),
+    ],
+)
+def test_wrong_variables_are_a_400(client, model, kwargs, said) -> None:
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(
+            model=model, messages=MESSAGES, extra_body={"chat_template_kwargs": kwargs}, **PARAMS
+        )
+
+
 @pytest.mark.parametrize(
     ("messages", "said"),
     [
