@@ -15,7 +15,7 @@ from ember.checks import MOST, at_least, boolean, one_of, real, too_deep, whole
 from ember.errors import ConfigError
 from ember.sampling_params import SamplingParams
 
-ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference", "triton")
+ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference", "triton", "torch_varlen")
 POLICIES = ("prefill_first", "mixed", "static")
 RESERVATIONS = ("none", "max")
 ON_ERROR = ("row", "stop")

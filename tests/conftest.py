@@ -23,6 +23,7 @@ EXPECTED_SKIPS = (
     "needs the network",
     "needs Ray",
     "needs Triton",
+    "needs PyTorch 2.13",
     "needs root",
     "needs the SmolLM2 package",
     "needs the launcher",

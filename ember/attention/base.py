@@ -62,6 +62,7 @@ _BACKENDS = {
     "cpu": ("ember.attention.cpu", "CpuAttention"),
     "batched": ("ember.attention.batched", "BatchedAttention"),
     "triton": ("ember.attention.triton", "TritonAttention"),
+    "torch_varlen": ("ember.attention.torch_varlen", "TorchVarlenAttention"),
 }
 
 

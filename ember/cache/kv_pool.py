@@ -6,9 +6,10 @@
     k of one layer: [num_blocks, n_kv_head, block_size / lanes, width, lanes]
 
 A head's slots of a block lie together: attention reads one straight run of memory a head. Keys lie the other way round
-within groups of 8 slots (`lanes`; 1 where the block size is no multiple of 8), so that the scores of 8 neighbouring
-slots are the lanes of a vector, each summed over head_dim in the same order. In int8 and fp8 (e4m3), every head's key
-and value of a slot has a scale of its own: its largest number is 127 of them, or 448.
+within groups of 8 slots (`lanes`; 1 where the block size is no multiple of 8, or a kernel that is not ours wants them
+plain), so that the scores of 8 neighbouring slots are the lanes of a vector, each summed over head_dim in the same
+order. In int8 and fp8 (e4m3), every head's key and value of a slot has a scale of its own: its largest number is 127 of
+them, or 448.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class KVShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    interleaved: bool = True
 
     @property
     def width(self) -> int:
@@ -57,7 +59,7 @@ class KVShape:
     @property
     def lanes(self) -> int:
         """Slots whose keys lie interleaved."""
-        return LANES if self.block_size % LANES == 0 else 1
+        return LANES if self.interleaved and self.block_size % LANES == 0 else 1
 
     @property
     def scaled(self) -> bool:

@@ -76,7 +76,6 @@ class EnginePlan:
         check_ranks(num_ranks, network, device)
         attention = resolve_attention(config.attention, device, dtype)
         kv_dtype = dtype if config.kv_dtype == "auto" else stored_dtype(config.kv_dtype)
-        check_pool(attention, kv_dtype, device)
         inexact = why_not_exact(device, dtype, config.weights, attention)
         require_exact(config.deterministic, inexact)
         max_model_len = _max_model_len(config.max_model_len, network.max_position)
@@ -86,7 +85,9 @@ class EnginePlan:
             head_dim=network.head_dim,
             block_size=config.block_size,
             dtype=kv_dtype,
+            interleaved=attention != "torch_varlen",
         )
+        check_pool(attention, shape, dtype, device)
         num_blocks = num_blocks_for(
             config.pool_size,
             shape,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ember.attention.base import make_backend
 from ember.attention.choice import check_pool, resolve_attention
-from ember.cache.kv_pool import FP8
+from ember.cache.kv_pool import FP8, KVShape
 from ember.errors import ConfigError
 from tests.attention.test_backends import SEQUENCES, Case
 
@@ -139,18 +139,22 @@ def test_what_it_needs_is_said_at_the_start(monkeypatch):
         resolve_attention("triton", CPU, torch.float32)
 
 
+def pool(dtype):
+    return KVShape(n_layer=1, n_kv_head=1, head_dim=8, block_size=16, dtype=dtype)
+
+
 def test_fp8_is_refused_where_nothing_reads_it(monkeypatch):
     """An older GPU would fail in the compiler, the CPU's kernel in numba, both after the model was loaded."""
     for name in ("reference", "batched", "triton"):
-        check_pool(name, FP8, CPU)
+        check_pool(name, pool(FP8), torch.float32, CPU)
     with pytest.raises(ConfigError, match="kv_dtype=fp8: attention=cpu has no such pool; use int8"):
-        check_pool("cpu", FP8, CPU)
+        check_pool("cpu", pool(FP8), torch.float32, CPU)
     with pytest.raises(ConfigError, match="kv_dtype=fp8: mps has no such numbers"):
-        check_pool("batched", FP8, torch.device("mps"))
+        check_pool("batched", pool(FP8), torch.float32, torch.device("mps"))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match=r"8\.9 or more, this one has 8\.0; use int8"):
-        check_pool("triton", FP8, torch.device("cuda"))
-    check_pool("triton", torch.int8, torch.device("cuda"))
+        check_pool("triton", pool(FP8), torch.bfloat16, torch.device("cuda"))
+    check_pool("triton", pool(torch.int8), torch.bfloat16, torch.device("cuda"))
 
 
 @needs_triton
