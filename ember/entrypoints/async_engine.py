@@ -188,8 +188,9 @@ class AsyncEngine:
                     self._inbox.get()()
                 if self._llm.engine.num_unfinished:
                     self._step()
-        except BaseException:
-            logging.getLogger(__name__).exception("the engine's thread has died")
+        except BaseException as error:
+            is_bug = not isinstance(error, JobError)
+            logging.getLogger(__name__).error("the engine's thread has died: %s", error, exc_info=is_bug)
             self._accepting = False
             self._fail_live(BROKEN)
 

@@ -210,9 +210,9 @@ class EnginePlan:
 
     @property
     def num_threads(self) -> int:
-        """Threads that compute on a CPU."""
+        """Threads that compute on a CPU, on all ranks; known when an LLM is loaded."""
         asked = self.config.num_threads
-        return torch.get_num_threads() if asked is None else asked
+        return torch.get_num_threads() * self.config.tensor_parallel_size if asked is None else asked
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -65,6 +65,8 @@ class RunnerSpec:
             device, cutter = group.device, Cutter(group.share, self.network, self.joining)
             shape = replace(shape, n_kv_head=shape.n_kv_head // self.num_ranks)
             threads = max(1, (threads or torch.get_num_threads()) // self.num_ranks)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # where kernels are launched that are not told where
         use_threads(threads)
         layout = self.network.weight_layout
         weights = load_weights(self.folder, layout, dtype=self.dtype, device=device, cut=cutter)

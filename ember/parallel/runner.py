@@ -66,6 +66,7 @@ class ParallelRunner:
         """End the other ranks."""
         self._over = self._over or self._line("it is closed")
         self._workers.close()
+        self._group.abort()
 
     def _line(self, why: str) -> str:
         return f"tensor_parallel_size={self._num_ranks}: {' '.join(why.split())}"

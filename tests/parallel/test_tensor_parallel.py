@@ -10,11 +10,14 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
 
 from ember import LLM, SamplingParams
+from ember.config import EngineConfig
+from ember.entrypoints.plan import EnginePlan
 from ember.errors import JobError, UserError
 from tests.fakes import random_llama
 
@@ -63,6 +66,14 @@ def test_where_bits_do_not_count_parts_are_added_up(llama):
     alone, both = outputs_of(llama, **ROOM, **form), outputs_of(llama, tensor_parallel_size=2, **TIGHT, **form)
     assert [output.token_ids for output in both] == [output.token_ids for output in alone]
     assert logprobs(both) == pytest.approx(logprobs(alone), abs=1e-4)
+
+
+@pytest.mark.parametrize(("attention", "belongs"), [("cpu", False), ("batched", True)])
+def test_the_size_belongs_to_a_job_where_it_changes_bits(attention, belongs):
+    """Rows of other last bits in one output; or a job on a CPU that needs as many ranks to go on, for nothing."""
+    plan = EnginePlan.resolve(EngineConfig(tensor_parallel_size=2, attention=attention, device="cpu"))
+    hashes = SimpleNamespace(of=str)
+    assert ("tensor_parallel_size" in plan.identity(hashes)) is belongs
 
 
 def test_a_rank_that_does_not_start_is_one_line(monkeypatch):
