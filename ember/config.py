@@ -7,7 +7,7 @@ import datetime
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,6 +68,8 @@ _TEXTS = (
     "served_model",
     "report_sort",
 )
+_OF_ANY_ENGINE = ("model", "seed", "chat_template_kwargs")
+"""What of EngineConfig a job against a server has a use for, or a check of its own."""
 _CHAT_TEXTS = ("messages_column", "system")
 _FLAGS = ("chat", "allow_special_tokens", "force", "verify", "retry_errors", "dry_run", "report", "plan", "calibrate")
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
@@ -367,6 +369,17 @@ def _check_runner(config: JobConfig) -> None:
         raise ConfigError(key, getattr(config, key), "needs runner=ray; runner=local has one engine")
 
 
+def _check_no_engine_keys(config: JobConfig) -> None:
+    """Settings of an engine that computes elsewhere would do nothing."""
+    mine = [f for f in fields(EngineConfig) if f.name not in _OF_ANY_ENGINE]
+    changed = [f.name for f in mine if getattr(config, f.name) != f.default]
+    changed += ["allow_special_tokens"] if config.allow_special_tokens else []
+    if changed:
+        others = "".join(f", {key}" for key in changed[1:])
+        allowed = f"is the server's to decide: leave {changed[0]}{others} out with engine=http"
+        raise ConfigError(changed[0], getattr(config, changed[0]), allowed)
+
+
 def _check_engine(config: JobConfig) -> None:
     one_of("engine", config.engine, ENGINES)
     config.request_timeout_s = real("request_timeout_s", config.request_timeout_s, "must be > 0", open_low=True)
@@ -383,8 +396,6 @@ def _check_engine(config: JobConfig) -> None:
         raise ConfigError("model", config.model.path or config.model.name, "engine=http takes served_model=ID instead")
     if config.runner != "local":
         raise ConfigError("runner", config.runner, "engine=http needs runner=local")
-    for key in ("allow_special_tokens", "chat_template", "chat_date"):
-        if getattr(config, key):
-            raise ConfigError(key, getattr(config, key), "is the server's to decide; not with engine=http")
+    _check_no_engine_keys(config)
     if config.sampling.max_tokens is None:
         raise ConfigError("sampling.max_tokens", None, "engine=http needs a number; servers have their own default")

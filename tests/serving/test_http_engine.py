@@ -300,13 +300,17 @@ def test_chats_go_to_the_chat_endpoint() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "base_url=None: must be a server's URL"),
+        ([], "base_url=null: must be a server's URL"),
         (["base_url=localhost:8000"], "must be a server's URL"),
         (["base_url=http://me:pw@host/v1"], "base_url=host: must be a server's URL"),
         (["base_url=http://127.0.0.1:9/v1"], "base_url=http://127.0.0.1:9/v1: no answer: "),
         (["base_url=http://x/v1", "model=gpt2"], "model=gpt2: engine=http takes served_model"),
+        (
+            ["base_url=http://x/v1", "dtype=bfloat16", "block_size=32", "seed=3"],
+            "dtype=bfloat16: is the server's to decide: leave dtype, block_size out with engine=http",
+        ),
         (["base_url=http://x/v1", "runner=ray"], "runner=ray: engine=http needs runner=local"),
-        (["base_url=http://x/v1", "sampling.max_tokens=null"], "sampling.max_tokens=None: engine=http needs a number"),
+        (["base_url=http://x/v1", "sampling.max_tokens=null"], "sampling.max_tokens=null: engine=http needs a number"),
         (["base_url=http://x/v1", "concurrency=0"], "concurrency=0"),
         (["engine=local", "base_url=http://x/v1"], "base_url=http://x/v1: needs engine=http"),
     ],
