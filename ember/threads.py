@@ -72,6 +72,8 @@ def numba_follows_torch() -> None:
     import torch
 
     threads = torch.get_num_threads()
+    if numba.get_num_threads() == threads:
+        return
     numba.set_num_threads(min(threads, int(numba.config.NUMBA_NUM_THREADS)))  # type: ignore[attr-defined]
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)

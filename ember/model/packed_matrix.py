@@ -103,7 +103,7 @@ def fill(
         raise TypeError("the compiled linear takes float32")
     numba_follows_torch()
     x, panels = with_runs(x), -(-width // kernel.WIDTH)
-    height, stride = len(x), panels * kernel.WIDTH + _PADDING
+    height, stride = x.shape[0], panels * kernel.WIDTH + _PADDING
     y, added, added_stride = torch.empty(height, stride), 0, 0
     if more is not None:
         more = with_runs(more)
