@@ -20,6 +20,7 @@ from tests.benchmarks.table import Table
 EMBEDDED = "tiny"
 RANDOM_GPT2 = "gpt2-random"
 RANDOM_LLAMA = "llama-random"
+RANDOM_LLAMA_1B = "llama-1b-random"
 
 
 def cache_folder() -> Path:
@@ -57,7 +58,30 @@ def _llama() -> Any:
     return LlamaForCausalLM(config)
 
 
-RANDOM: Mapping[str, Callable[[], Any]] = MappingProxyType({RANDOM_GPT2: _gpt2, RANDOM_LLAMA: _llama})
+def _llama_1b() -> Any:
+    """The shape of Llama 3.2 1B: 5 GB in float32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32_768,
+        rope_theta=500_000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+RANDOM: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {RANDOM_GPT2: _gpt2, RANDOM_LLAMA: _llama, RANDOM_LLAMA_1B: _llama_1b}
+)
 """Makers of networks with random weights, by name."""
 
 
@@ -95,7 +119,7 @@ def main() -> None:
     table = Table(
         "model        ", "layers", "width", "heads", "vocabulary", "context", "MFLOP/token", "of these LM head"
     )
-    for name in (*RANDOM, EMBEDDED):
+    for name in (RANDOM_GPT2, RANDOM_LLAMA, EMBEDDED):  # the other is for GPUs
         net = network_of(name)
         cost = TokenCost.of(net)
         flops = f"{(cost.linear_flops + cost.head_flops) / 1e6:.1f}", f"{cost.head_flops / 1e6:.1f}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -69,14 +70,17 @@ def test_each_prints_a_table_with_a_row_for_each_choice(name, capsys):
     assert not [row for row in rows if "skipped" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.triton
-def test_the_gpus_benchmark_checks_its_kernels_and_says_that_it_needs_a_gpu(monkeypatch, capsys):
-    """The part of it that runs anywhere: the loads that it makes, and what it takes for wrong."""
+def test_the_gpus_benchmark_runs_to_its_end_and_says_that_it_needs_a_gpu(monkeypatch, capsys):
+    """All of it, tiny: a script that fails after a minute of a rented card."""
     if find_spec("triton") is None:
         pytest.skip("needs Triton: pip install '.[triton]'")
-    loads = gpu.Load(2, 20, 1, 4, 2, 16), gpu.Load(1, 20, 7, 2, 1, 16)
-    gpu.check(torch.device("cpu"), loads)
-    assert len(rows_of(capsys.readouterr().out)) == 8
+    gpu.main(["--smoke", "--quick"])
+    rows = rows_of(capsys.readouterr().out)
+    kinds = Counter(row.split()[0] for row in rows)
+    assert [kinds[kind] for kind in ("decode", "prompt", "ember", "transformers,")] == [3, 3, 2, 2]
+    loads = gpu.SMOKE.checks
     assert (loads[1].flops, loads[0].kv_numbers) == (4 * sum(range(14, 21)) * 2 * 16, 2 * 2 * 20 * 2 * 16)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="needs a CUDA GPU"):
