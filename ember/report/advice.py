@@ -14,6 +14,8 @@ SHORT_S = 5.0
 """Jobs that work less than these seconds are measured badly: warming up, and whatever else runs, weighs too much."""
 _MOST_KEYS = 2
 _MOST_GROUPS = 4
+_ABOUT = 0.01
+"""Numbers of steps that differ by less than this share are about the same work."""
 _REASONS = (
     *("tokens_per_s", "mean_running", "mean_kv_use", "num_preemptions", "recomputed_share", "waste", "hit_rate"),
     *("num_steps", "p95_latency_s"),
@@ -52,6 +54,8 @@ def _answer(ranking: Ranking) -> Iterator[str]:
         yield from pool_advice(ranking)
         return
     yield _gain(ranking)
+    if on_the_clock(ranking.sort) and (doubt := _doubt(ranking)):
+        yield doubt
     if reasons := list(_against(ranking)):
         yield f"Against {ranking.label(ranking.last)}: {'; '.join(reasons)}."
 
@@ -122,17 +126,21 @@ def _cautions(found: list[Ranking]) -> Iterator[str]:
             f"{warning}Jobs that did the same work, step by step, differ by up to {max(known):.1%}: "
             "so much of any difference is noise."
         )
-    if any(_same_steps(ranking) for ranking in found):
-        yield (
-            "Caution: best and last took the same number of steps for the same tokens. So either a step itself takes "
-            "longer, or something else on the machine slowed one of them: run both again to know."
-        )
 
 
-def _same_steps(ranking: Ranking) -> bool:
-    one, other = ranking.best, ranking.last
-    same = one.values["num_steps"] and one.values["num_steps"] == other.values["num_steps"]
-    return bool(same) and ranking.apart(other) > ranking.tolerance
+def _doubt(ranking: Ranking) -> str | None:
+    """Why a gain may be none: the engine did as much for the last as for the best."""
+    one, other = ranking.best.values["num_steps"], ranking.last.values["num_steps"]
+    if not one or not other or abs(one - other) > _ABOUT * other or ranking.apart(ranking.last) <= ranking.tolerance:
+        return None
+    return (
+        f"Caution: best and last took {_as_many(one, other)} for the same tokens. So either a step itself takes "
+        "longer, or something else on the machine slowed one of them: run both again to know."
+    )
+
+
+def _as_many(one: float, other: float) -> str:
+    return f"the same {one:,.0f} steps" if one == other else f"about as many steps, {one:,.0f} and {other:,.0f},"
 
 
 def _gain(ranking: Ranking) -> str:
@@ -145,10 +153,10 @@ def _gain(ranking: Ranking) -> str:
     if len(ranking.jobs) > 2:
         second = ranking.jobs[1]
         text += f", against {ranking.written(second)} of the next ({ranking.label(second)}) and"
+        end = f"of the last ({ranking.label(last)})"
     else:
-        text += ", against"
-    times = _times(best.value(ranking.sort), last.value(ranking.sort))
-    text += f" {ranking.written(last)} of the last ({ranking.label(last)}){times}."
+        text, end = f"{text}, against", f"of {ranking.label(last)}"
+    text += f" {ranking.written(last)} {end}{_times(best.value(ranking.sort), last.value(ranking.sort))}."
     if len(near) > 1 and on_the_clock(ranking.sort):
         text += f" {len(near) - 1} more within {ranking.tolerance:.0%} of it: one run each can't tell them apart."
     return text

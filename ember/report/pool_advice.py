@@ -107,7 +107,7 @@ def _close(ranking: Ranking, chosen: SweepJob) -> str | None:
     doubtful = [
         f"{ranking.label(job)} ({1 - ranking.apart(job):.1%})"
         for job in ranking.jobs
-        if abs(ranking.apart(job) - NEAR) < margin and _pool(job) <= _pool(chosen)
+        if ranking.apart(job) > 0 and abs(ranking.apart(job) - NEAR) < margin and _pool(job) <= _pool(chosen)
     ]
     if not doubtful:
         return None

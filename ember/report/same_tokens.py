@@ -66,8 +66,7 @@ def compare_tokens(jobs: Sequence[SweepJob]) -> list[Comparison]:
     Raises:
         UserError: a part can't be read.
     """
-    begun = [job for job in jobs if job.values["num_rows"]]
-    return [_compare(group) for group in same_results(begun) if len(group) > 1]
+    return [_compare(group) for group in same_results(_begun(jobs)) if len(group) > 1]
 
 
 def between_groups(jobs: Sequence[SweepJob]) -> list[Apart]:
@@ -76,9 +75,10 @@ def between_groups(jobs: Sequence[SweepJob]) -> list[Apart]:
     Raises:
         UserError: a part can't be read.
     """
-    first, *others = (group[0] for group in same_results(jobs))
-    if not others:
+    firsts = [group[0] for group in same_results(_begun(jobs))]
+    if len(firsts) < 2:
         return []
+    first, *others = firsts
     rows = _by_row(_tokens(first))
     return [_apart(first, rows, other, _by_row(_tokens(other))) for other in others]
 
@@ -94,6 +94,11 @@ def same_results(jobs: Sequence[SweepJob]) -> list[list[SweepJob]]:
     for job in jobs:
         groups.setdefault(json.dumps(job.manifest.fingerprint, sort_keys=True), []).append(job)
     return list(groups.values())
+
+
+def _begun(jobs: Sequence[SweepJob]) -> list[SweepJob]:
+    """Those that have rows to compare."""
+    return [job for job in jobs if job.values["num_rows"]]
 
 
 def _apart(one: SweepJob, ones: Rows, other: SweepJob, others: Rows) -> Apart:

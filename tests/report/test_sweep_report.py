@@ -212,7 +212,7 @@ def test_no_winner_by_the_clock_without_a_caution(sweep: Path, tmp_path: Path, m
     second.values.update(first.values, tokens_per_s=100.0)
     said = list(advice(replace(opened, jobs=[first, second])))
     assert [text.split(":")[0] for text in said if "Caution" in text] == ["Caution"]
-    assert any("best and last took the same number of steps for the same tokens" in text for text in said)
+    assert any("best and last took the same " in text for text in said)
 
 
 def test_groups_that_may_differ_are_counted(sweep: Path, tmp_path: Path, monkeypatch, capsys) -> None:
