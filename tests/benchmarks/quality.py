@@ -1,6 +1,7 @@
 """How far a cheaper form of weights or K/V moves a model: against float32, on a fixed text.
 
     python -m tests.benchmarks.quality                                       # the embedded model
+    python -m tests.benchmarks.quality --model FOLDER --windows 2            # another, on the text's beginning
     python -m tests.benchmarks.quality --model gpt2 weights=int8 weights=int8,block_size=32
 
 Each argument is one configuration: engine settings, `key=value` and commas between. Every position of the text is
@@ -28,7 +29,7 @@ from ember.core.batch import ScheduledSequence
 from ember.core.sequence import Sequence
 
 TEXT = Path(__file__).with_name("moby_dick_91.txt")
-FORMS = ("weights=auto", "weights=fp16", "weights=int8")
+FORMS = ("weights=fp16", "weights=int8", "kv_dtype=float16", "kv_dtype=bfloat16", "kv_dtype=int8")
 WINDOW = 512
 
 
