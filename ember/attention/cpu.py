@@ -14,13 +14,10 @@ import numpy as np
 import torch
 
 from ember.attention.base import AttentionMetadata
+from ember.attention.query_tiles import QueryTiles
 from ember.cache.kv_pool import KVLayer
 from ember.kernel_cache import patience
 from ember.threads import numba_follows_torch
-
-QUERY_TILE = 16
-"""Most queries that share a pass over their keys: a tile's K/V stays in the cache while they do."""
-
 
 _STORED_AS = {torch.float16: torch.uint16, torch.bfloat16: torch.int16}
 """What the kernel calls pools that numba has no type for."""
@@ -46,12 +43,12 @@ class CpuAttention:
             cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
-        """Cut queries into tiles and deal them to the threads, the dearest first."""
+        """Put queries together that share keys, and deal them to the threads."""
         numba_follows_torch()
         self._threads = torch.get_num_threads()
         self._tables = metadata.block_tables.numpy()
         self._slots = metadata.slot_mapping.numpy()
-        self._tiles = _deal(_tiles(metadata), self._threads).numpy()
+        self._queries = QueryTiles.of(metadata, self._threads)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
@@ -66,9 +63,10 @@ class CpuAttention:
             new = (_as_stored(x.to(layer.shape.dtype)).numpy() for x in (k, v))
             self._kernel.store(*new, self._slots, keys, values, size)
         out = torch.empty(q.shape)
-        pool = keys, values, *scales, self._tables, self._tiles
-        reach = ALL if window is None else window
-        self._kernel.attend(q.numpy(), *pool, out.numpy(), np.float32(scale), heads, size, reach, self._threads)
+        queries = (self._queries if window is None else self._queries.apart()).arrays()
+        pool, reach = (keys, values, *scales, self._tables), ALL if window is None else window
+        to = out.numpy(), np.float32(scale), heads, size, reach, self._threads
+        self._kernel.attend(q.numpy(), *pool, *queries, *to)
         return out
 
 
@@ -82,22 +80,3 @@ def _as_stored(x: torch.Tensor) -> torch.Tensor:
 
 def _stored_as(dtype: torch.dtype) -> torch.dtype:
     return _STORED_AS.get(dtype, dtype)
-
-
-def _tiles(meta: AttentionMetadata) -> torch.Tensor:
-    """Tiles [n, 4] int64: sequence, first row of q, number of queries, position of the first."""
-    starts = meta.query_start_loc.long()
-    lengths = starts.diff()
-    tiles = (lengths + QUERY_TILE - 1) // QUERY_TILE
-    sequence = torch.repeat_interleave(tiles)
-    offset = (torch.arange(len(sequence)) - (tiles.cumsum(0) - tiles)[sequence]) * QUERY_TILE
-    count = (lengths[sequence] - offset).clamp(max=QUERY_TILE)
-    position = (meta.context_lens.long() - lengths)[sequence] + offset
-    return torch.stack([sequence, starts[:-1][sequence] + offset, count, position], dim=1)
-
-
-def _deal(tiles: torch.Tensor, num_threads: int) -> torch.Tensor:
-    """Order the tiles so that equal slices of them cost about the same: each thread takes one slice."""
-    cost = tiles[:, 2] * (tiles[:, 3] + tiles[:, 2])
-    order = cost.argsort(descending=True, stable=True)
-    return tiles[torch.cat([order[thread::num_threads] for thread in range(num_threads)])].contiguous()

@@ -36,6 +36,9 @@ QUAD = 4
 """Query rows that share each load of a key or value."""
 
 F = np.float32
+_UNCOUNTED: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
+_inner: Any = njit(error_model="numpy", **_UNCOUNTED)
+"""For what only compiled code calls: its arrays are the caller's, so nobody counts references to them."""
 intrinsic: Any = extending.intrinsic  # its own type hints count `typing` as an argument of the call
 _NEVER = F(-np.inf)
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
@@ -206,7 +209,7 @@ _C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
 _LOWEST, _ZERO, _ONE, _ROUNDER = F(-87.0), F(0.0), F(1.0), F(12582912.0)
 
 
-@njit(error_model="numpy")
+@_inner
 def _exp(x: Any) -> Any:
     """exp(x) for x <= 0; 0 below -87, and not a number stays so."""
     lowest, rounder = _splat(_LOWEST), _splat(_ROUNDER)
@@ -224,7 +227,7 @@ def _exp(x: Any) -> Any:
     return _zero_where_below(_multiply(p, _power_of_two(n)), x, lowest)
 
 
-@njit(error_model="numpy")
+@_inner
 def _scores_of_one(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, groups: Any, dim: Any, width: Any) -> None:
     """s[t] = q . k[t] for some groups of 8 slots: the even dimensions in order, the odd ones in order, then both."""
     for g in range(groups):
@@ -238,7 +241,7 @@ def _scores_of_one(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, grou
         _store(s, s_at + g * LANES, _add(even, odd))
 
 
-@njit(error_model="numpy")
+@_inner
 def _scores_of_four(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, groups: Any, dim: Any, width: Any) -> None:
     """As `_scores_of_one`, for four rows of q."""
     q1, q2, q3 = q_at + width, q_at + 2 * width, q_at + 3 * width
@@ -262,7 +265,7 @@ def _scores_of_four(s: Any, s_at: Any, q: Any, q_at: Any, k: Any, k_at: Any, gro
         _store(s, t + 3 * TILE, _add(d0, d1))
 
 
-@njit(error_model="numpy")
+@_inner
 def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, count: Any, width: Any) -> None:
     """o[d] += w[t] * v[t, d] for some neighbouring slots in order, 64 dimensions at a time, then 8."""
     for at in range(0, width - 63, 64):
@@ -290,7 +293,7 @@ def _values_of_one(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, coun
         _store(o, o_at + at, o0)
 
 
-@njit(error_model="numpy")
+@_inner
 def _values_of_four(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, count: Any, width: Any) -> None:
     """As `_values_of_one`, for four rows of o and w, 16 dimensions at a time."""
     row1, row2, row3 = o_at + width, o_at + 2 * width, o_at + 3 * width
@@ -327,7 +330,7 @@ def _values_of_four(o: Any, o_at: Any, w: Any, w_at: Any, v: Any, v_at: Any, cou
             _store(o, o_at + row * width + at, o0)
 
 
-@njit(error_model="numpy")
+@_inner
 def _softmax_step(
     s: Any, s_at: Any, begin: Any, seen: Any, o: Any, o_at: Any, width: Any, total: Any, row: Any, top: Any
 ) -> None:
@@ -361,32 +364,32 @@ def _softmax_step(
     _store(total, row * LANES, lanes)
 
 
-@njit(error_model="numpy")
+@_inner
 def _from(ahead: Any, r: Any, group: Any, window: Any) -> Any:
     """The first position of the tile that row r sees."""
     return max(0, ahead + r // group + 1 - window)
 
 
-@njit(error_model="numpy")
+@_inner
 def _to(ahead: Any, r: Any, group: Any) -> Any:
     """Where what row r sees of the tile ends."""
     return min(TILE, ahead + r // group + 1)
 
 
-@njit(error_model="numpy")
+@_inner
 def _rows_that_see(ahead: Any, rows: Any, group: Any, window: Any) -> Any:
     """The first row that sees something of the tile, and where such rows end."""
     return max(0, -ahead * group), min(rows, (TILE - 1 - ahead + window) * group)
 
 
-@njit(error_model="numpy")
+@_inner
 def _scale_by(s: Any, s_at: Any, groups: Any, scale: Any, at: Any) -> None:
     for g in range(groups):
         t = s_at + g * LANES
         _store(s, t, _multiply(_load(s, t), _load(scale, at + g * LANES)))
 
 
-@njit(error_model="numpy")
+@_inner
 def _score_run(
     s: Any, q: Any, offset: Any, k: Any, slot: Any, scale: Any, run: Any, dim: Any, width: Any, see: Any
 ) -> None:
@@ -417,7 +420,7 @@ def _score_run(
                 _scale_by(s, s_at + i * TILE, groups, scale, at)
 
 
-@njit(error_model="numpy")
+@_inner
 def _add_values(
     o: Any, s: Any, row: Any, v: Any, slot: Any, run: Any, begin: Any, end: Any, width: Any, four: Any
 ) -> None:
@@ -431,7 +434,7 @@ def _add_values(
             _values_of_one(o, row * width, s, row * TILE + begin, v, at, end - begin, width)
 
 
-@njit(error_model="numpy")
+@_inner
 def _value_run(o: Any, s: Any, offset: Any, v: Any, slot: Any, scale: Any, run: Any, width: Any, see: Any) -> None:
     """As `_score_run`: what a run's values add to the rows. With scales, weights are first multiplied by them."""
     ahead, rows, group, window = see
@@ -453,7 +456,7 @@ def _value_run(o: Any, s: Any, offset: Any, v: Any, slot: Any, scale: Any, run: 
             _add_values(o, s, row + i, v, slot, run, begin, _to(ahead, r + i, group), width, False)
 
 
-@njit(error_model="numpy")
+@_inner
 def _weigh(s: Any, o: Any, offset: Any, width: Any, total: Any, top: Any, see: Any) -> None:
     """The softmax step of the rows that see something of the tile."""
     ahead, rows, group, window = see
@@ -463,19 +466,19 @@ def _weigh(s: Any, o: Any, offset: Any, width: Any, total: Any, top: Any, see: A
         _softmax_step(s, row * TILE, begin, seen, o, row * width, width, total, row, top)
 
 
-@njit(error_model="numpy")
+@_inner
 def _slot(table: Any, p: Any, size: Any, heads: Any, head: Any) -> Any:
     """Where the pool holds position p of a head, counted in slots of a head."""
     return (np.int64(table[p // size]) * heads + head) * size + p % size
 
 
-@njit(error_model="numpy")
+@_inner
 def _end_of_run(begin: Any, at: Any, here: Any, size: Any, straight: Any) -> Any:
     """Where what lies together in the pool from position `at` of the tile on ends: a whole tile once it is brought."""
     return min(here, at + size - (begin + at) % size) if straight else here
 
 
-@njit(error_model="numpy")
+@_inner
 def _bring(
     x: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any, width: Any, lanes: Any
 ) -> None:
@@ -487,7 +490,7 @@ def _bring(
             near[at + d * lanes] = x[slot * width + d]
 
 
-@njit(error_model="numpy")
+@_inner
 def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, size: Any, heads: Any, head: Any) -> None:
     """As `_bring`, for scales."""
     if len(scale) > 0:
@@ -495,23 +498,23 @@ def _bring_scales(scale: Any, near: Any, table: Any, begin: Any, count: Any, siz
             near[t] = scale[_slot(table, begin + t, size, heads, head)]
 
 
-@njit(error_model="numpy")
+@_inner
 def _fill(x: Any, count: Any, value: Any) -> None:
     for i in range(count):
         x[i] = value
 
 
-@njit(error_model="numpy")
+@_inner
 def _begin(
     q: Any, rows_q: Any, offset: Any, first: Any, rows: Any, head: Any, group: Any, width: Any, factor: Any
 ) -> None:
-    """The scaled queries of a tile that share a head of keys, row by row, to the rows from `offset` on."""
+    """The scaled queries of a part that share a head of keys, row by row, to the rows from `offset` on."""
     for r in range(rows):
         for d in range(q.shape[2]):
             rows_q[(offset + r) * width + d] = q[first + r // group, head * group + r % group, d] * factor
 
 
-@njit(error_model="numpy")
+@_inner
 def _finish(
     o: Any, total: Any, offset: Any, out: Any, first: Any, rows: Any, head: Any, group: Any, width: Any
 ) -> None:
@@ -524,7 +527,7 @@ def _finish(
             out[first + r // group, head * group + r % group, d] = o[row * width + d] / weights
 
 
-@njit(error_model="numpy")
+@_inner
 def _score_tile(
     s: Any,
     q: Any,
@@ -544,7 +547,7 @@ def _score_tile(
     Args:
         near, near_scale: room for a tile that must be brought together; else empty.
         place: begin of the tile, positions in it, slots in a block, heads of keys.
-        share: the first head, where they end, rows that each has room for.
+        share: the first head, where they end, rows that each has room for, the first row of those meant.
     """
     begin, here, size, heads = place
     straight, at = size % LANES == 0, 0
@@ -556,11 +559,11 @@ def _score_tile(
                 slot, keys, scale = 0, near, near_scale
                 _bring(k, near, table, begin, here, size, heads, head, width, LANES)
                 _bring_scales(k_scale, near_scale, table, begin, here, size, heads, head)
-            _score_run(s, q, head * share[2], keys, slot, scale, run, dim, width, see)
+            _score_run(s, q, head * share[2] + share[3], keys, slot, scale, run, dim, width, see)
         at = run[1]
 
 
-@njit(error_model="numpy")
+@_inner
 def _value_tile(
     o: Any,
     s: Any,
@@ -585,8 +588,64 @@ def _value_tile(
                 slot, values, scale = 0, near, near_scale
                 _bring(v, near, table, begin, here, size, heads, head, width, 1)
                 _bring_scales(v_scale, near_scale, table, begin, here, size, heads, head)
-            _value_run(o, s, head * share[2], values, slot, scale, run, width, see)
+            _value_run(o, s, head * share[2] + share[3], values, slot, scale, run, width, see)
         at = run[1]
+
+
+@_inner
+def _pass(state: Any, pool: Any, table: Any, reach: Any, share: Any, shape: Any, rows: Any) -> None:
+    """Take some rows of queries through a range of positions, tile by tile.
+
+    A tile of keys is taken block by block, and of a block head by head: so they lie in memory. One head after the other
+    would read runs of a few kilobytes, at half the speed.
+
+    Args:
+        state: queries, outputs, sums of weights, largest scores, scores.
+        pool: k, v, their scales, room to bring a tile and its scales together.
+        reach: first position, where they end, position of the first query, positions that a query sees.
+        share: see `_score_tile`.
+        shape: query rows a position, head_dim, the same in whole vectors, slots in a block, heads of keys.
+    """
+    q, o, total, top, s = state
+    k, v, k_scale, v_scale, near, near_scale = pool
+    group, dim, width, size, heads = shape
+    for begin in range(reach[0] // TILE * TILE, reach[1], TILE):
+        place, see = (begin, min(TILE, reach[1] - begin), size, heads), (reach[2] - begin, rows, group, reach[3])
+        _score_tile(s, q, k, k_scale, near, near_scale, table, place, share, dim, width, see)
+        for head in range(share[0], share[1]):
+            _weigh(s, o, head * share[2] + share[3], width, total, top, see)
+        _value_tile(o, s, v, v_scale, near, near_scale, table, place, share, width, see)
+
+
+@_inner
+def _attend_tile(
+    q: Any, out: Any, factor: Any, state: Any, pool: Any, tables: Any, parts: Any, tile: Any, heads: Any, shape: Any
+) -> None:
+    """Some heads of a tile of queries: what all parts share, then what each has of its own, the last part first.
+
+    A quad of rows may run over into those after its part, whose output is out already then.
+
+    Args:
+        tile: first part, where they end, queries in all, positions shared (none behind a window), window.
+        heads: the first, where they end, rows that each has room for.
+    """
+    first, end, queries, shared, window = tile
+    group, width, row = shape[0], shape[2], 0
+    for p in range(first, end):
+        for head in range(heads[0], heads[1]):
+            rows = parts[p, 2] * group
+            _begin(q, state[0], head * heads[2] + row, parts[p, 1], rows, head, group, width, factor)
+        row += parts[p, 2] * group
+    share = (heads[0], heads[1], heads[2], 0)
+    _pass(state, pool, tables[parts[first, 0]], (0, shared, shared, window), share, shape, queries * group)
+    for p in range(end - 1, first - 1, -1):
+        rows, position = parts[p, 2] * group, parts[p, 3]
+        row -= rows
+        share = (heads[0], heads[1], heads[2], row)
+        reach = (max(shared, position - window + 1), position + parts[p, 2], position, window)
+        _pass(state, pool, tables[parts[p, 0]], reach, share, shape, rows)
+        for head in range(heads[0], heads[1]):
+            _finish(state[1], state[2], head * heads[2] + row, out, parts[p, 1], rows, head, group, width)
 
 
 @njit(error_model="numpy")
@@ -597,6 +656,7 @@ def _attend_share(
     k_scale: Any,
     v_scale: Any,
     tables: Any,
+    parts: Any,
     tiles: Any,
     out: Any,
     factor: Any,
@@ -606,11 +666,7 @@ def _attend_share(
     begin_item: Any,
     end_item: Any,
 ) -> None:
-    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through.
-
-    A tile of keys is taken block by block, and of a block head by head: so they lie in memory. One head after the other
-    would read runs of a few kilobytes, at half the speed.
-    """
+    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through."""
     dim, group, straight = q.shape[2], q.shape[1] // heads, size % LANES == 0
     width = (dim + LANES - 1) // LANES * LANES
     most = 0
@@ -620,24 +676,24 @@ def _attend_share(
     total, top = np.empty(heads * most * LANES, np.float32), np.empty(heads * most, np.float32)
     s, near = np.empty(heads * most * TILE, np.float32), np.empty(0 if straight else TILE * width, k.dtype)
     near_scale = np.empty(0 if straight or len(k_scale) == 0 else TILE, np.float32)
+    state, pool = (rows_q, o, total, top, s), (k, v, k_scale, v_scale, near, near_scale)
     for i in range(begin_item // heads, (end_item + heads - 1) // heads):
-        head_from, head_to = max(0, begin_item - i * heads), min(heads, end_item - i * heads)
-        first, count, position, table = tiles[i, 1], tiles[i, 2], tiles[i, 3], tables[tiles[i, 0]]
-        rows = count * group
-        for head in range(head_from, head_to):
-            _begin(q, rows_q, head * most, first, rows, head, group, width, factor)
         _fill(o, heads * most * width, _ZERO)
         _fill(total, heads * most * LANES, _ZERO)
         _fill(top, heads * most, _NEVER)
-        for begin in range(max(0, position - window + 1) // TILE * TILE, position + count, TILE):
-            here, see = min(TILE, position + count - begin), (position - begin, rows, group, window)
-            place, share = (begin, here, size, heads), (head_from, head_to, most)
-            _score_tile(s, rows_q, k, k_scale, near, near_scale, table, place, share, dim, width, see)
-            for head in range(head_from, head_to):
-                _weigh(s, o, head * most, width, total, top, see)
-            _value_tile(o, s, v, v_scale, near, near_scale, table, place, share, width, see)
-        for head in range(head_from, head_to):
-            _finish(o, total, head * most, out, first, rows, head, group, width)
+        tile = (tiles[i, 0], tiles[i, 1], tiles[i, 2], tiles[i, 3], window)
+        some = (max(0, begin_item - i * heads), min(heads, end_item - i * heads), most)
+        _attend_tile(q, out, factor, state, pool, tables, parts, tile, some, (group, dim, width, size, heads))
+
+
+@_inner
+def _first_item(costs: Any, heads: Any, thread: Any, threads: Any) -> Any:
+    """Where a thread's pairs of a tile and a head begin, so that all threads' cost about the same."""
+    last, i = len(costs) - 1, 0
+    target = costs[last] * heads * thread // threads
+    while i < last and costs[i + 1] * heads <= target:
+        i += 1
+    return i * heads + ((target - costs[i] * heads) // (costs[i + 1] - costs[i]) if i < last else 0)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -648,7 +704,9 @@ def attend(
     k_scale: Any,
     v_scale: Any,
     tables: Any,
+    parts: Any,
     tiles: Any,
+    costs: Any,
     out: Any,
     factor: Any,
     heads: Any,
@@ -663,18 +721,17 @@ def attend(
         k, v: a layer's pool, flat (see `KVLayer`).
         k_scale, v_scale: flat float32, a scale a slot and head; empty if there are none.
         tables: [S, max_blocks] int32.
-        tiles: [n, 4] int64, see `cpu._tiles`.
+        parts, tiles, costs: see `QueryTiles`.
         out: [T, n_head, head_dim] float32.
         factor: on the scores, float32.
         heads: of keys and values.
         size: slots in a block.
         window: positions that a query sees, its own the last of them.
-        threads: each takes as many pairs of a tile and a head as the others.
+        threads: how many share the work.
     """
-    items = len(tiles) * heads
     for thread in prange(threads):
-        begin, end = items * thread // threads, items * (thread + 1) // threads
-        _attend_share(q, k, v, k_scale, v_scale, tables, tiles, out, factor, heads, size, window, begin, end)
+        begin, end = _first_item(costs, heads, thread, threads), _first_item(costs, heads, thread + 1, threads)
+        _attend_share(q, k, v, k_scale, v_scale, tables, parts, tiles, out, factor, heads, size, window, begin, end)
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -694,7 +751,7 @@ def store(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, size: Any) -> None:
                 to_k[group + d * lanes] = k[t, head, d]
 
 
-@njit(error_model="numpy")
+@_inner
 def _quantise(x: Any, to: Any, at: Any, step: Any) -> Any:
     """Write a vector as int8 to to[at], to[at + step] ..., and return its scale."""
     largest = _ZERO
@@ -736,7 +793,9 @@ def warm_up(dtype: str) -> None:
         _compile(store, types.void(new, new, ints, pool, pool, whole))
     _compile(
         attend,
-        types.void(rows, pool, pool, scales, scales, tables, tiles, out, types.float32, whole, whole, whole, whole),
+        types.void(
+            rows, pool, pool, scales, scales, tables, tiles, tiles, ints, out, types.float32, whole, whole, whole, whole
+        ),
     )
 
 
