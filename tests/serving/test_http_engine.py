@@ -327,7 +327,7 @@ def test_a_model_must_be_chosen_among_several(capsys: pytest.CaptureFixture[str]
     with fake(answer) as (server, url):
         server.models = ["a", "b"]
         assert run(url, "data=prompts.jsonl") == 2
-        assert "served_model=None: choose one of the server's models: a, b" in capsys.readouterr().err
+        assert "served_model=null: choose one of the server's models: a, b" in capsys.readouterr().err
         assert run(url, "data=prompts.jsonl", "served_model=b", "dry_run=true") == 0
         assert run(url, "data=prompts.jsonl", "served_model=b") == 0
     assert {body["model"] for body in server.bodies} == {"b"}
