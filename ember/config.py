@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ember.checks import MOST, at_least, boolean, one_of, real, too_deep, whole
-from ember.errors import ConfigError
+from ember.errors import ConfigError, Shown
 from ember.sampling_params import SamplingParams
 
 ATTENTION_BACKENDS = ("auto", "cpu", "batched", "reference", "triton", "torch_varlen")
@@ -173,9 +173,8 @@ class PoolSize:
             raise ConfigError("pool_size", f"{text[:20]}...", "too long for a size; say 512, 4096tok, 2GiB or auto")
         match = _POOL_SIZE.fullmatch(text)
         if match is None or int(match[1]) == 0:
-            raise ConfigError(
-                "pool_size", text, "must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto"
-            )
+            allowed = "must be a number of blocks (512), tokens (4096tok), bytes (2GiB, 512MiB) or auto"
+            raise ConfigError("pool_size", Shown(text), allowed)
         number, unit = int(match[1]), match[2]
         if unit is None:
             return PoolSize(blocks=number)

@@ -10,6 +10,12 @@ class UserError(ValueError):
     """A mistake in a setting, a file or a model folder. The message is one line: what, where, remedy."""
 
 
+class Shown(str):
+    """A value as a message is to show it, whatever the text looks like."""
+
+    __slots__ = ()
+
+
 class ConfigError(UserError):
     """A setting with a value that is not allowed.
 
@@ -32,7 +38,7 @@ def _shown(value: Any) -> Any:
     """As it is written in a setting. A text that reads like a number, null or a bool, or is empty, in quotes."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    if not isinstance(value, str):
+    if not isinstance(value, str) or isinstance(value, Shown):
         return value
     try:
         is_plain = bool(value.strip()) and isinstance(json.loads(value), (dict, list))

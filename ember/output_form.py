@@ -9,7 +9,7 @@ import json
 from typing import Any, Protocol
 
 from ember.checks import text_list
-from ember.errors import ConfigError
+from ember.errors import ConfigError, Shown
 
 OUTPUT_FORMS = ("json_schema", "regex", "choice", "grammar")
 """The settings, of which at most one is set."""
@@ -43,7 +43,7 @@ def check_output_form(params: HasOutputForm) -> None:
             raise ConfigError("choice", "[]", "must hold a text at least, or be null")
     for key in ("regex", "grammar"):
         if not isinstance(getattr(params, key), (str, type(None))) or getattr(params, key) == "":
-            raise ConfigError(key, repr(getattr(params, key)), "must be text that is not empty, or null")
+            raise ConfigError(key, Shown(repr(getattr(params, key))), "must be text that is not empty, or null")
     given = [key for key in OUTPUT_FORMS if getattr(params, key) is not None]
     if len(given) > 1:
         raise ConfigError(given[1], getattr(params, given[1]), f"can't be set beside {given[0]}: one form an output")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 
 import pytest
 
 from ember.cache.kv_pool import KVShape, num_blocks_for
 from ember.config import EngineConfig, JobConfig
 from ember.errors import ConfigError, UserError
+from ember.model.json_file import show
 from ember.sampling_params import SamplingParams
 
 HUGE = 10**400
@@ -77,3 +79,15 @@ def test_a_text_of_the_wrong_type_is_shown_as_one(value):
     """`n=3: must be a whole number`: the 3 was text."""
     assert str(ConfigError("n", value, "must be")) == f'n="{value}": must be'
     assert str(ConfigError("data", "[1]", "must be")) == "data=[1]: must be"
+
+
+@pytest.mark.parametrize("value", [3, 4.5, "3", "text", None, True])
+def test_a_value_of_a_file_is_quoted_once(value):
+    """`model_type="\\"bert\\""`, `n_embd="48.0"`: what was quoted already was quoted again."""
+    assert str(ConfigError("n", show(value), "must be").under("a")) == f"a.n={json.dumps(value)}: must be"
+
+
+def test_a_size_of_zero_is_shown_as_given() -> None:
+    """`pool_size="0"`: nobody had written quotes."""
+    with pytest.raises(ConfigError, match=r"^pool_size=0: must be"):
+        EngineConfig(pool_size="0")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ember.errors import UserError
+from ember.errors import Shown, UserError
 
 MAX_BYTES = 256 * 2**20
 
@@ -36,10 +36,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def show(value: Any) -> str:
+def show(value: Any) -> Shown:
     """A value from a file as a short, one-line, printable text for an error message."""
     text = json.dumps(value) if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return Shown(text if len(text) <= 60 else text[:57] + "...")
 
 
 def one_line(error: BaseException) -> str:

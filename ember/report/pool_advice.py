@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ember.report.ranking import NEAR, Ranking, label_of, written_value
-from ember.report.sweep import SweepJob
+from ember.report.sweep import SPEED, SweepJob
 from ember.report.words import setting, size
 
-SPEED = "tokens_per_s"
 _REASONS = ("mean_running", "num_preemptions", "recomputed_share", "hit_rate")
 _BESIDE = ("waste",)
 _MARGIN = 0.02

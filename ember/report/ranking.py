@@ -27,7 +27,7 @@ class Ranking:
     Attributes:
         jobs: the best first.
         keys: the settings that vary among them.
-        common: what of the sweep's varied settings they share, as text; empty for a sweep of one such group.
+        common: what of the sweep's varied settings they share, as text; may be empty.
         sort: the number.
         at_best: each job's number, or the best one of the jobs that did the same work.
         noise: the largest share by which jobs that did the same work differ; None if no two did, or no clock matters.
@@ -89,10 +89,10 @@ def rankings(sweep: Sweep) -> list[Ranking]:
     known = [job for job in sweep.jobs if job.value(sweep.sort) is not None]
     groups = same_results(known)
     outer = [key for key in sweep.keys if all(len({setting(j.settings.get(key)) for j in g}) == 1 for g in groups)]
-    outer = outer if len(groups) > 1 else []
+    outer = outer if len(groups) > 1 else []  # may be empty for several too: other data, say, is no setting
     inner = [key for key in sweep.keys if key not in outer]
     return [
-        Ranking.of(group, inner, group[0].label(outer) if len(groups) > 1 else "", sweep.sort)
+        Ranking.of(group, inner, group[0].label(outer) if outer else "", sweep.sort)
         for group in groups
         if len(group) > 1
     ]

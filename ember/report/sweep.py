@@ -22,7 +22,8 @@ from ember.report.words import setting
 _NOT_VARIED = frozenset(("output", "progress", "report", "report_sort", "shard"))
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)(tok|KiB|MiB|GiB|TiB)?")
 _FACTORS = {None: 1, "tok": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-DEFAULT_SORT = "tokens_per_s"
+SPEED = "tokens_per_s"
+"""What decides, if nothing else is asked for."""
 POOL = "pool_tokens"
 """The one column of the table that is no measure: token slots in the pool."""
 
@@ -147,7 +148,7 @@ def asked_sort(jobs: Sequence[SweepJob]) -> str:
     """The number by which all jobs ask to be compared; their speed, if they don't agree on one that is known."""
     asked = {job.settings.get("report_sort") for job in jobs}
     (one,) = asked if len(asked) == 1 else (None,)
-    return one if one == POOL or one in BY_KEY else DEFAULT_SORT
+    return one if one == POOL or one in BY_KEY else SPEED
 
 
 def ranked(jobs: Sequence[SweepJob], sort: str) -> list[SweepJob]:

@@ -8,10 +8,9 @@ import numpy as np
 
 from ember.report.drawing import BLUE, COLOURS, MARKERS, SIZE, STYLES, TALL, Picture, percent, picture, thousands, whole
 from ember.report.measures import BY_KEY
-from ember.report.pool_advice import SPEED
 from ember.report.ranking import NEAR
 from ember.report.same_tokens import same_results
-from ember.report.sweep import Sweep, SweepJob, in_order
+from ember.report.sweep import SPEED, Sweep, SweepJob, in_order
 from ember.report.words import Unit, setting, written
 
 _METRICS = (

@@ -11,7 +11,7 @@ import yaml
 
 from ember.checks import MOST, at_least, real
 from ember.config import EngineConfig, ModelConfig
-from ember.errors import ConfigError, UserError
+from ember.errors import ConfigError, Shown, UserError
 from ember.model.presets import PRESETS
 from ember.serving.choice_limits import ChoiceLimits
 
@@ -64,7 +64,7 @@ class ServerConfig(EngineConfig):
         for key in _TEXTS:
             value = getattr(self, key)
             if value is not None and (not isinstance(value, str) or not value.strip()):
-                raise ConfigError(key, repr(value), "must be text that is not empty")
+                raise ConfigError(key, Shown(repr(value)), "must be text that is not empty")
         if isinstance(self.cors_origins, str):
             self.cors_origins = [self.cors_origins]
         if not isinstance(self.cors_origins, list) or not all(isinstance(o, str) and o for o in self.cors_origins):

@@ -123,6 +123,16 @@ def test_speeds_of_different_rows_are_not_compared() -> None:
     assert len(recommended(sweep_of(*jobs))) == 2
 
 
+def test_groups_that_no_setting_tells_apart_are_not_named_after_a_job() -> None:
+    """Other data, say: `Best with pool_size=1024tok,block_size=4:` was said of a group of several block sizes."""
+    numbers = ((900, "old", 4), (500, "old", 16), (800, "new", 4), (400, "new", 16))
+    said = list(advice(sweep_of(*(job(s, rows=r, block_size=b) for s, r, b in numbers))))
+    assert [text.split(", against")[0] for text in said if text.startswith("Best")] == [
+        "Best: block_size=4, output tokens/s at work 900.0",
+        "Best: block_size=4, output tokens/s at work 800.0",
+    ]
+
+
 def test_a_gain_without_fewer_steps_is_doubted() -> None:
     """Rows of equal length take a static batch as many steps: 6% more tokens/s was given as what the policy gains."""
     said = " ".join(advice(sweep_of(job(1230, steps=871, policy="mixed"), job(1158, steps=868, policy="static"))))

@@ -79,8 +79,10 @@ class PeerProcess:
         assert self._process.stdout is not None
         alarm = threading.Timer(PATIENCE, self._process.kill)
         alarm.start()
-        line = self._process.stdout.readline()
-        alarm.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            alarm.cancel()
         if not line:
             raise PeerError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
