@@ -41,7 +41,7 @@ def advice(sweep: Sweep) -> Iterator[str]:
 
 def recommended(sweep: Sweep) -> list[SweepJob]:
     """The jobs that the sentences name first."""
-    return [chosen(ranking) for ranking in rankings(sweep)]
+    return [chosen(ranking) for ranking in rankings(sweep)[:_MOST_GROUPS]]
 
 
 def chosen(ranking: Ranking) -> SweepJob:
