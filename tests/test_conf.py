@@ -22,8 +22,8 @@ from ember.sampling_params import SamplingParams
 
 CONF, JOBS = shipped("conf"), shipped("jobs")
 JOB_NAMES = sorted(path.stem for path in JOBS.glob("*.yaml"))
-SWEEPS = {"cache_sweep": 6}
-"""Jobs of a sweep that is run whole."""
+SWEEPS = {"cache_sweep": 9}
+"""Sweeps that are run whole, and how many jobs they have."""
 STUDIES = {"paper_waste", "continuous_vs_static", "preemption_cost", "prefix_sharing", "chunked_prefill", "pool_size"}
 """Sweeps of which one job is run."""
 ROWS = {"quickstart": 24, "dataset": 20}

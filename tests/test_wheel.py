@@ -90,4 +90,4 @@ def test_a_shipped_job_runs_anywhere(installed: Path, tmp_path: Path) -> None:
 def test_a_shipped_sweep_runs_anywhere(installed: Path, tmp_path: Path) -> None:
     words = ["-m", "ember.run", "-cn", "cache_sweep", "limit=2", "sampling.max_tokens=2", "output=out"]
     run([str(installed / "python"), *words], tmp_path)
-    assert len(list((tmp_path / "out").glob("block_size=*,pool_size=*"))) == 6
+    assert len(list((tmp_path / "out").glob("block_size=*,pool_size=*"))) == 9
