@@ -9,7 +9,7 @@ weights as it takes them, nothing is in memory twice.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,5 +213,5 @@ def _load(tensor: torch.Tensor, is_mapped: bool, dtype: torch.dtype, device: tor
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor)
 
 
-def _some(items: list[str]) -> str:
+def _some(items: Sequence[str]) -> str:
     return "; ".join(items[:3]) + (f" and {len(items) - 3} more" if len(items) > 3 else "")
