@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -112,6 +113,7 @@ def test_a_step_waits_for_its_tokens_alone(device_step, settings):
 
 
 @pytest.mark.triton
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton: pip install '.[triton]'")
 def test_the_triton_backend_asks_its_device_nothing(device_step, monkeypatch):
     """Tiles that the host cut from the metadata had to be fetched first."""
     launches = []
