@@ -95,8 +95,7 @@ def _groups(tables: Ints, block_size: int, positions: Ints, lengths: Ints) -> li
     short = np.flatnonzero((lengths < QUERY_TILE) & (positions >= KEY_TILE))
     if len(short) < 2 or len(np.unique(tables[short, last])) == len(short):
         return []
-    bytes_of = [row.tobytes() for row in tables]
-    ordered = np.array(sorted(short.tolist(), key=bytes_of.__getitem__))  # equal beginnings lie together
+    ordered = np.array(sorted(short, key=lambda sequence: tables[sequence].tobytes()))  # equal beginnings lie together
     same = (tables[ordered[1:]] == tables[ordered[:-1]]).cumprod(1).sum(1) * block_size
     common = np.minimum(same, np.minimum(positions[ordered[1:]], positions[ordered[:-1]])) // KEY_TILE
     return [group for group in _joined(ordered.tolist(), common.tolist(), lengths) if group[1]]

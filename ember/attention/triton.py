@@ -10,7 +10,7 @@ in tiles of many tokens and are not. How a context is split follows from its own
 kind of numbers: what is beside a sequence in the batch changes no sum. Which program does what is worked out on the
 device, where the metadata lie: nothing waits for them. int8 and fp8 K/V are multiplied by their scales in the kernel: a
 score by its key's, a weight by its value's. Products of float32 are three of TF32 each, which lose about as little.
-Under `TRITON_INTERPRET=1` all of this runs on a CPU, slowly; so it is tested. It has not been timed on a GPU.
+Under `TRITON_INTERPRET=1` all of this runs on a CPU, slowly; so it is tested. On a GPU it has not been run yet.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | Reque
 
 
 def _read(numbers: torch.Tensor) -> list[list[float]]:
-    """The only place where a step waits for its device."""
+    """Where a step waits for its device; elsewhere only if log-probabilities or beams are asked for."""
     rows: list[list[float]] = numbers.tolist()
     return rows
 

@@ -5,6 +5,7 @@ The group is this object's own, not PyTorch's global one: a process may have sev
 
 from __future__ import annotations
 
+import socket
 import sys
 from datetime import timedelta
 from typing import Any
@@ -36,8 +37,11 @@ class Group:
 
     def invite(self) -> int:
         """Rank 0: be there for the others; returns the port that they find this rank at."""
-        self._store = dist.TCPStore(HOST, 0, None, True, timeout=PATIENCE, wait_for_workers=False)
-        return int(self._store.port)
+        listener = socket.create_server((HOST, 0))  # the store's own would listen to the whole network
+        port = int(listener.getsockname()[1])
+        options = {"wait_for_workers": False, "master_listen_fd": listener.detach()}
+        self._store = dist.TCPStore(HOST, port, None, True, timeout=PATIENCE, **options)
+        return port
 
     def join(self, port: int | None = None) -> None:
         """Meet all other ranks; those above 0 at the port of rank 0.
@@ -71,7 +75,7 @@ class Group:
         return parts or [x]
 
     def add(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of every rank's x, on all ranks."""
+        """The sum of every rank's x, on all ranks; may be written over x."""
         total = x.contiguous()
         self._group.allreduce([total]).wait()
         return total

@@ -43,6 +43,9 @@ def _listen(pipe: BinaryIO, messages: SimpleQueue[Any]) -> None:
             messages.put(receive(pipe))
     except EOFError:
         os._exit(0)
+    except Exception:  # else the process would wait for messages that nobody reads, and rank 0 for it
+        traceback.print_exc()
+        os._exit(1)
 
 
 def _work(spec: RunnerSpec, group: Group, messages: SimpleQueue[Any], answers: BinaryIO) -> None:

@@ -14,6 +14,7 @@ from ember.core import sampler as sampler_module
 from ember.core.random_stream import row_seed, uniform
 from ember.core.sampler import CPU_TILE, TOP_P_CANDIDATES, Sampler
 from ember.core.sequence import Sequence
+from ember.errors import RequestError
 from ember.sampling_params import SamplingParams
 
 INF = math.inf
@@ -291,6 +292,17 @@ def test_min_tokens_masks_the_stop_ids_of_its_row_only():
     for s in sequences:
         s.token_ids += [0, 0]
     assert draw(logits, sequences) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("broken", [[math.nan, 1.0, 2.0, 3.0], [0.0, INF, 1.0, INF], [-INF] * 4], ids=str)
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}, {"temperature": 0.0}], ids=str)
+def test_a_row_without_numbers_costs_itself_alone(broken, filters):
+    """All rows are drawn together: its token would be none of the vocabulary, and its neighbours lost with it."""
+    good = [2.0, 1.5, 1.0, 1.9]
+    first, failed, last = draw([good, broken, good], [row(i, **filters) for i in range(3)])
+    assert [first, last] == draw([good, good], [row(0, **filters), row(2, **filters)])
+    assert isinstance(failed, RequestError)
+    assert failed.kind == "bad_logits"
 
 
 def test_nobody_samples():

@@ -14,11 +14,14 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from ember import LLM, SamplingParams
 from ember.config import EngineConfig
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import JobError, UserError
+from ember.parallel.cut import Share
+from ember.parallel.group import Group
 from tests.fakes import random_llama
 
 ROOM = {"device": "cpu", "dtype": "float32", "max_model_len": 352, "pool_size": "6000tok"}
@@ -74,6 +77,15 @@ def test_the_size_belongs_to_a_job_where_it_changes_bits(attention, belongs):
     plan = EnginePlan.resolve(EngineConfig(tensor_parallel_size=2, attention=attention, device="cpu"))
     hashes = SimpleNamespace(of=str)
     assert ("tensor_parallel_size" in plan.identity(hashes)) is belongs
+
+
+def test_only_this_machine_can_call_rank_0():
+    """Where ranks meet there is no password: on all interfaces, anyone on the network could change what is said."""
+    group = Group(Share(0, 2), torch.device("cpu"))
+    port = f":{group.invite():04X}"
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    listening = [local for _, local, _, state, *_ in sockets if state == "0A"]
+    assert [local for local in listening if local.endswith(port)] == [f"0100007F{port}"]
 
 
 def test_a_rank_that_does_not_start_is_one_line(monkeypatch):
