@@ -83,7 +83,8 @@ def test_what_is_no_type_names_the_key(tmp_path, text):
     """A typo in a type was a traceback, or the scan's type without a word."""
     with pytest.raises(UserError) as caught:
         declared_type("tags", text)
-    assert str(caught.value).startswith(f"schema.tags={text}: ") and str(caught.value).isprintable()
+    shown = text or '""'
+    assert str(caught.value).startswith(f"schema.tags={shown}: ") and str(caught.value).isprintable()
 
 
 FITS = [

@@ -21,12 +21,17 @@ from ember.config import JobConfig
 from ember.core.batch import ScheduledSequence
 from ember.core.model_runner import ModelRunner
 from ember.job import run_job
+from ember.model.network import network_config
+from ember.model.presets import TINY
 from ember.sampling_params import SamplingParams
+
+
+VOCAB_SIZE = network_config(TINY).vocab_size
 
 
 def constant_logits(self: ModelRunner, scheduled: list[ScheduledSequence]) -> torch.Tensor:
     """The same logits for every token."""
-    return torch.zeros(sum(s.num_logits for s in scheduled), self.model.config.vocab_size)
+    return torch.zeros(sum(s.num_logits for s in scheduled), VOCAB_SIZE)
 
 
 def write_rows(path: Path, num_rows: int) -> None:
