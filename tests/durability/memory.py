@@ -25,7 +25,6 @@ from ember.model.network import network_config
 from ember.model.presets import TINY
 from ember.sampling_params import SamplingParams
 
-
 VOCAB_SIZE = network_config(TINY).vocab_size
 
 
