@@ -53,6 +53,7 @@ class Sampler:
         asking = [i for i, s in enumerate(sequences) if s.num_logprobs is not None]
         adjusted, failed = adjust(logits, sequences, adjusting) if adjusting else (logits, {})
         tokens = _choose(adjusted, sequences)
+        _blame(tokens, logits, sequences)
         for i, error in failed.items():
             tokens[i] = error
         return SamplerOutput(tokens, _logprobs(logits, asking, tokens, sequences) if asking else {})
@@ -82,6 +83,15 @@ def _nothing_to_draw(best: float, sequence: Sequence) -> RequestError:
     if best == -math.inf and sequence.adjusts_logits:
         return RequestError("no_token_left", "the sampling settings together leave no token that may come next")
     return RequestError("bad_logits", "the network's logits are not finite numbers")
+
+
+def _blame(tokens: list[int | RequestError], raw: torch.Tensor, sequences: list[Sequence]) -> None:
+    """Where the network's own logits [R, vocab_size] were finite, it was the repetition penalty that left none."""
+    for i, token in enumerate(tokens):
+        if isinstance(token, RequestError) and token.kind == "bad_logits" and bool(raw[i].isfinite().all()):
+            penalty = sequences[i].params.repetition_penalty
+            what = f"repetition_penalty={penalty}: makes logits that are no float32; use one nearer to 1"
+            tokens[i] = RequestError("bad_sampling", what, key="repetition_penalty")
 
 
 def _logprobs(
