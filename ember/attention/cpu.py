@@ -39,7 +39,7 @@ class CpuAttention:
 
         self._kernel: Any = cpu_kernel
         numba_follows_torch()
-        with patience("the CPU attention kernel: a few seconds, once for each kv_dtype"):
+        with patience("the CPU attention kernel: up to a minute, once for each kv_dtype"):
             cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
