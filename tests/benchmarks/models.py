@@ -39,9 +39,7 @@ def _gpt2() -> Any:
 
 def _llama() -> Any:
     """SmolLM2-135M: 30 layers, grouped queries (9 heads, 3 of K/V), tied embedding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return _of_llamas_kind(
         vocab_size=49_152,
         hidden_size=576,
         intermediate_size=1536,
@@ -50,19 +48,12 @@ def _llama() -> Any:
         num_key_value_heads=3,
         max_position_embeddings=2048,
         rope_theta=100_000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
     )
-    return LlamaForCausalLM(config)
 
 
 def _llama_1b() -> Any:
     """The shape of Llama 3.2 1B: 5 GB in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    return _of_llamas_kind(
         vocab_size=128_256,
         hidden_size=2048,
         intermediate_size=8192,
@@ -71,12 +62,14 @@ def _llama_1b() -> Any:
         num_key_value_heads=8,
         max_position_embeddings=32_768,
         rope_theta=500_000.0,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-        bos_token_id=0,
-        eos_token_id=0,
     )
-    return LlamaForCausalLM(config)
+
+
+def _of_llamas_kind(**shape: Any) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    same = {"rms_norm_eps": 1e-5, "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(**same, **shape))
 
 
 RANDOM: Mapping[str, Callable[[], Any]] = MappingProxyType(
