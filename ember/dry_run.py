@@ -63,6 +63,8 @@ def show_engine(config: JobConfig, plan: EnginePlan) -> None:
     )
     print(f"        max_model_len {plan.max_model_len}, max_num_seqs {config.max_num_seqs}")
     print(f"pool    {tokens}, in {plan.kv_dtype_name}")
+    if plan.meter is not None:
+        print("        at most: the job runs its largest step beside the weights, and takes what that leaves")
 
 
 def _state(config: JobConfig, work: Work, folder: OutputFolder) -> str:

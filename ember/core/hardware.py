@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 
+from ember.core.device_memory import POOL_SHARE_GPU
 from ember.errors import ConfigError
 
 _CONTROL_GROUP = "/sys/fs/cgroup/memory"
 POOL_SHARE_CPU = 0.3
-POOL_SHARE_GPU = 0.85
-"""Shares of the free memory that an `auto` pool may take: on a CPU the rest of the machine lives there too."""
+"""Share of the free memory that an `auto` pool may take: the rest of the machine lives there too."""
 
 
 def resolve_device(name: str) -> torch.device:
@@ -39,13 +39,25 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
     return dtype
 
 
-def pool_bytes(device: torch.device, num_ranks: int = 1) -> int:
-    """Bytes that an `auto` KV pool may take on the device, or in equal parts on the first so many of its kind."""
+def pool_bytes(device: torch.device, num_ranks: int = 1, *, num_sharing: int = 1, weight_bytes: int = 0) -> int:
+    """Bytes that an `auto` KV pool may take on the device, or in equal parts on the first so many of its kind.
+
+    On a GPU the most that it could be: what steps take beside it is seen only when one runs (see `PoolMeter`).
+
+    Args:
+        num_sharing: engines that share the memory.
+        weight_bytes: of all weights, which are not loaded yet.
+    """
     if device.type == "cuda":
         gpus = [device] if num_ranks == 1 else range(num_ranks)
-        free = min(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-        return int(free * num_ranks * POOL_SHARE_GPU)
-    return int(_available_bytes() * POOL_SHARE_CPU)
+        room = min(_gpu_room(*torch.cuda.mem_get_info(gpu), num_sharing) for gpu in gpus)
+        return max(0, room * num_ranks - weight_bytes)
+    return int(_available_bytes() * POOL_SHARE_CPU) // num_sharing
+
+
+def _gpu_room(free: int, total: int, num_sharing: int) -> int:
+    usable = int(total * POOL_SHARE_GPU)
+    return min(free - (total - usable), usable // num_sharing)
 
 
 def total_bytes(device: torch.device, num_ranks: int = 1) -> int:

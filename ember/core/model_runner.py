@@ -9,6 +9,7 @@ Owns the weights, the K/V tensors and the attention backend. The step is one pac
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ember.attention.base import AttentionBackend, AttentionMetadata
 from ember.cache.kv_pool import KVPool
 from ember.core.batch import ModelInput, ScheduledSequence
+from ember.core.device_memory import PoolMeter
 from ember.model.network import Network
 from ember.transfer import upload_together
 
@@ -36,6 +38,16 @@ class ModelRunner:
     def pack(self, scheduled: list[ScheduledSequence]) -> ModelInput:
         """The step as tensors."""
         return _pack(scheduled, self.pool.shape.block_size)
+
+    def pool_room(
+        self, scheduled: list[ScheduledSequence], meter: PoolMeter, then: Callable[[torch.Tensor], object]
+    ) -> int:
+        """Bytes that a step leaves for a pool, with what is done to its logits then."""
+        return meter.room(self.device, lambda: then(self.execute(scheduled)))
+
+    def set_pool(self, num_blocks: int) -> None:
+        """Have an empty pool of so many blocks instead."""
+        self.pool = KVPool(self.pool.shape, num_blocks, self.device)
 
     @torch.inference_mode()
     def run(self, step: ModelInput) -> torch.Tensor:

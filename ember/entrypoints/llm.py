@@ -24,6 +24,7 @@ from ember.data.logprobs import PositionLogprobs
 from ember.data.output import CompletionOutput, OutputProcessor, RequestOutput
 from ember.entrypoints.admission import Admission, Limits
 from ember.entrypoints.live_request import LiveRequest
+from ember.entrypoints.measured_pool import with_measured_pool
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import RequestError, UserError
 from ember.model.chat_template import ChatPrompt
@@ -65,11 +66,14 @@ class LLM:
         return llm
 
     def _load(self, plan: EnginePlan) -> None:
-        self.plan = plan
-        config = plan.config
-        spec = plan.runner_spec()
+        spec, config = plan.runner_spec(), plan.config
         with plan.folder.blamed():
             self._runner = spec.load() if spec.num_ranks == 1 else ParallelRunner(spec)
+        try:
+            self.plan = plan = with_measured_pool(plan, self._runner)
+        except BaseException:
+            self.close()
+            raise
         scheduler = Scheduler(
             BlockManager(
                 plan.num_blocks,

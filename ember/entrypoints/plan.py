@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from ember.attention.choice import check_pool, resolve_attention
 from ember.cache.kv_pool import FP8, KVShape, num_blocks_for, stored_dtype
 from ember.config import EngineConfig
+from ember.core.device_memory import PoolMeter
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
 from ember.data.hashes import FileHashes
@@ -37,7 +39,8 @@ class EnginePlan:
     """A resolved EngineConfig: what a dry run shows and what an LLM is built from.
 
     `why_not_exact` says why the bits of logits may follow the batch; it is None where they never do. `chat` is None for
-    a model without a chat template.
+    a model without a chat template. With a `meter`, `num_blocks` is the most that the pool could have: how many there
+    are is measured when the weights are loaded.
     """
 
     config: EngineConfig
@@ -52,10 +55,11 @@ class EnginePlan:
     num_blocks: int
     why_not_exact: str | None
     chat: ChatTemplate | None = None
+    meter: PoolMeter | None = None
 
     @staticmethod
-    def resolve(config: EngineConfig) -> EnginePlan:
-        """Find the model and size the pool; no weights are read.
+    def resolve(config: EngineConfig, num_sharing: int = 1) -> EnginePlan:
+        """Find the model and size the pool; no weights are read. `num_sharing` engines share a device's memory.
 
         Raises:
             UserError: no such model, an unsupported feature, a pool too small; one line.
@@ -93,7 +97,9 @@ class EnginePlan:
             shape,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
-            free_bytes=pool_bytes(device, num_ranks),
+            free_bytes=pool_bytes(
+                device, num_ranks, num_sharing=num_sharing, weight_bytes=_weight_bytes(network, dtype)
+            ),
             total_bytes=total_bytes(device, num_ranks),
         )
         return EnginePlan(
@@ -109,6 +115,7 @@ class EnginePlan:
             num_blocks=num_blocks,
             why_not_exact=inexact,
             chat=chat,
+            meter=PoolMeter(num_sharing=num_sharing) if device.type == "cuda" and config.pool_size == "auto" else None,
         )
 
     def runner_spec(self) -> RunnerSpec:
@@ -122,7 +129,7 @@ class EnginePlan:
             device=self.device,
             attention=self.attention,
             kv_shape=self.kv_shape,
-            num_blocks=self.num_blocks,
+            num_blocks=self.num_blocks if self.meter is None else 1,
             num_threads=config.num_threads,
             num_ranks=config.tensor_parallel_size,
             joining=self._joining,
@@ -229,6 +236,10 @@ def _model_files(folder: Path) -> list[Path]:
     if is_gguf(folder):
         return [folder]
     return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+
+
+def _weight_bytes(network: NetworkConfig, dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) for shape in network.weight_layout.shapes.values()) * dtype.itemsize
 
 
 def _tokenizer(folder: ModelFolder, network: NetworkConfig) -> Tokenizer:

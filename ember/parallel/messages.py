@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ember.core.batch import ModelInput
+from ember.core.device_memory import PoolMeter
 
 _TENSORS = [field.name for field in fields(ModelInput) if field.name != "copies"]
 
@@ -40,6 +41,28 @@ class Step:
     def input(self) -> ModelInput:
         """From the pipe."""
         return ModelInput(self.copies, **dict(zip(_TENSORS, map(torch.from_numpy, self.arrays), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """To workers: compute this, and say how much room it leaves for a pool."""
+
+    step: Step
+    meter: PoolMeter
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """From a worker: bytes that a step leaves for its part of the pool."""
+
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """To workers: have an empty pool of so many blocks."""
+
+    num_blocks: int
 
 
 @dataclass(frozen=True, slots=True)

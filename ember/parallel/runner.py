@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ember.core.batch import ScheduledSequence
+from ember.core.device_memory import PoolMeter
 from ember.errors import JobError, UserError
 from ember.parallel.group import Group
-from ember.parallel.messages import Join, Step
+from ember.parallel.messages import Join, Measure, Pool, Step
 from ember.parallel.rank import RunnerSpec
 from ember.parallel.workers import Workers
 
@@ -61,6 +64,24 @@ class ParallelRunner:
             raise JobError(self._over) from error
         self._over = ""
         return logits
+
+    def pool_room(
+        self, scheduled: list[ScheduledSequence], meter: PoolMeter, then: Callable[[torch.Tensor], object]
+    ) -> int:
+        """See `PoolRunner.pool_room`.
+
+        Raises:
+            UserError: a rank could not compute the step; says which and why.
+        """
+        step = self._runner.pack(scheduled)
+        self._workers.send(Measure(Step.of(step), meter))
+        own = meter.room(self._group.device, lambda: then(self._runner.run(step)))
+        return self._num_ranks * min(own, *self._workers.rooms())
+
+    def set_pool(self, num_blocks: int) -> None:
+        """Have an empty pool of so many blocks on every rank."""
+        self._workers.send(Pool(num_blocks))
+        self._runner.set_pool(num_blocks)
 
     def close(self) -> None:
         """End the other ranks."""

@@ -10,12 +10,13 @@ import signal
 import sys
 import threading
 import traceback
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from ember.errors import UserError
 from ember.parallel.group import Group
-from ember.parallel.messages import Failed, Join, Ready, Step, receive, send
+from ember.parallel.messages import Failed, Join, Measure, Pool, Ready, Room, Step, receive, send
 from ember.parallel.rank import RunnerSpec
 
 
@@ -55,6 +56,10 @@ def _work(spec: RunnerSpec, group: Group, messages: SimpleQueue[Any], answers: B
         match messages.get():
             case Join(port):
                 group.join(port)
+            case Measure(step, meter):
+                send(answers, Room(meter.room(group.device, partial(runner.run, step.input()))))
+            case Pool(num_blocks):
+                runner.set_pool(num_blocks)
             case Step() as step:
                 runner.run(step.input())
 

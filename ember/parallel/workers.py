@@ -49,9 +49,24 @@ class Workers:
         Raises:
             UserError: one could not; says which and why.
         """
+        self._answers()
+
+    def rooms(self) -> list[int]:
+        """What each has measured, in bytes.
+
+        Raises:
+            UserError: one could not; says which and why.
+        """
+        return [answer.num_bytes for answer in self._answers()]
+
+    def _answers(self) -> list[Any]:
+        """The next one of each."""
+        answers = []
         for worker in self._workers:
-            if isinstance(answer := worker.answer(), Failed):
+            answers.append(answer := worker.answer())
+            if isinstance(answer, Failed):
                 raise UserError(f"tensor_parallel_size={len(self._workers) + 1}: rank {worker.rank}: {answer.why}")
+        return answers
 
     def when_one_ends(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, by a thread, when one ends that was not to."""

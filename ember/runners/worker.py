@@ -12,9 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import ember
-from ember.cache.kv_pool import num_blocks_for
 from ember.config import JobConfig, ModelConfig
-from ember.core.hardware import pool_bytes, total_bytes
 from ember.core.stats import StepStats
 from ember.data.output import RequestOutput
 from ember.data.reader import PromptRow
@@ -74,20 +72,7 @@ class EngineSpec:
             config.num_threads = min(self.num_threads, num_cores())
         if Path(self.folder).exists():
             config.model = ModelConfig(path=self.folder)
-        plan = EnginePlan.resolve(config)
-        if config.pool_size == "auto":
-            plan = replace(plan, num_blocks=self._share_of_blocks(plan))
-        return LLM.from_plan(plan)
-
-    def _share_of_blocks(self, plan: EnginePlan) -> int:
-        return num_blocks_for(
-            "auto",
-            plan.kv_shape,
-            max_model_len=plan.max_model_len,
-            max_num_seqs=self.config.max_num_seqs,
-            free_bytes=pool_bytes(plan.device) // self.num_sharing,
-            total_bytes=total_bytes(plan.device),
-        )
+        return LLM.from_plan(EnginePlan.resolve(config, self.num_sharing))
 
 
 class RayEngine:

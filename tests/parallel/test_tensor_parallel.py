@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,10 +19,12 @@ import torch
 
 from ember import LLM, SamplingParams
 from ember.config import EngineConfig
+from ember.core.device_memory import PoolMeter
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import JobError, UserError
 from ember.parallel.cut import Share
 from ember.parallel.group import Group
+from tests.core.test_device_memory import Large
 from tests.fakes import random_llama
 
 ROOM = {"device": "cpu", "dtype": "float32", "max_model_len": 352, "pool_size": "6000tok"}
@@ -77,6 +80,19 @@ def test_the_size_belongs_to_a_job_where_it_changes_bits(attention, belongs):
     plan = EnginePlan.resolve(EngineConfig(tensor_parallel_size=2, attention=attention, device="cpu"))
     hashes = SimpleNamespace(of=str)
     assert ("tensor_parallel_size" in plan.identity(hashes)) is belongs
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_parts_of_the_pool():
+    """Ranks with pools of different sizes; one that measures while another goes on to the next step."""
+    settings = {**ROOM, "pool_size": "auto", "max_model_len": 150}
+    config = EngineConfig(**settings, tensor_parallel_size=2, max_num_seqs=8)
+    plan = replace(EnginePlan.resolve(config), meter=PoolMeter(memory=Large))
+    with closing(LLM.from_plan(plan)) as llm:
+        assert llm.plan.num_blocks == 2 * 600_000 // plan.kv_shape.bytes_per_block
+        assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS)] == [
+            output.token_ids for output in outputs_of("tiny", **ROOM)
+        ]
 
 
 def test_only_this_machine_can_call_rank_0():
