@@ -38,6 +38,7 @@ class CpuAttention:
         from ember.attention import cpu_kernel
 
         self._kernel: Any = cpu_kernel
+        self._pools: dict[KVLayer, tuple[np.ndarray, ...]] = {}
         numba_follows_torch()
         with patience("the CPU attention kernel: up to a minute, once for each kv_dtype"):
             cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
@@ -54,8 +55,9 @@ class CpuAttention:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: KVLayer, scale: float, window: int | None = None
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        keys, values = _flat(layer.k), _flat(layer.v)
-        scales = _flat(layer.k_scale), _flat(layer.v_scale)
+        if layer not in self._pools:
+            self._pools[layer] = tuple(_flat(x) for x in (layer.k, layer.v, layer.k_scale, layer.v_scale))
+        keys, values, *scales = self._pools[layer]
         size, heads = layer.shape.block_size, layer.shape.n_kv_head
         if layer.shape.dtype == torch.int8:
             self._kernel.store_int8(k.numpy(), v.numpy(), self._slots, keys, values, *scales, size)
@@ -64,7 +66,7 @@ class CpuAttention:
             self._kernel.store(*new, self._slots, keys, values, size)
         out = torch.empty(q.shape)
         queries = (self._queries if window is None else self._queries.apart()).arrays()
-        pool, reach = (keys, values, *scales, self._tables), ALL if window is None else window
+        pool, reach = (*self._pools[layer], self._tables), ALL if window is None else window
         to = out.numpy(), np.float32(scale), heads, size, reach, self._threads
         self._kernel.attend(q.numpy(), *pool, *queries, *to)
         return out
