@@ -15,7 +15,7 @@ from ember.model.linear import make_linear
 from tests.fakes import POLICIES, logit_positions, make_sequence, prompts_of_many_lengths
 
 OUTPUT_TOKENS = 6
-WEIGHTS = ("auto", "int8", "fp16")
+WEIGHTS = ("auto", "int8", "fp16", "w8a8")
 KV_DTYPES = ("float16", "bfloat16", "int8")
 FORMS = [*({"weights": form} for form in WEIGHTS), *({"kv_dtype": form} for form in KV_DTYPES)]
 HEIGHTS = (*range(1, 65), 100, 120, 127, 128, 255, 299)
@@ -132,8 +132,9 @@ def test_the_forms_of_weights_differ():
     """Would `weights` be ignored, the tests above would show nothing about it."""
     rng = torch.Generator().manual_seed(0)
     weight, x = torch.randn(64, 32, generator=rng), torch.randn(8, 32, generator=rng)
-    exact, int8, fp16 = (make_linear(weight, form=form)(x) for form in WEIGHTS)
+    exact, int8, fp16, w8a8 = (make_linear(weight, form=form)(x) for form in WEIGHTS)
     assert 1e-3 < (int8 - exact).norm() / exact.norm() < 3e-2
+    assert 1e-3 < (w8a8 - int8).norm() / exact.norm() < 3e-2
     assert 1e-5 < (fp16 - exact).norm() / exact.norm() < 1e-3
 
 

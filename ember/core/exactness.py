@@ -12,7 +12,7 @@ def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attent
     """Why logits may differ in the last bits with batch, chunk or block size; None: they never do.
 
     Args:
-        weights: `auto`, `int8` or `fp16`.
+        weights: `auto`, `int8`, `w8a8` or `fp16`.
         attention: the backend's name.
     """
     if device.type != "cpu" or dtype != torch.float32:
@@ -20,7 +20,7 @@ def why_not_exact(device: torch.device, dtype: torch.dtype, weights: str, attent
         return f"PyTorch's matrix products on {device.type} in {name} sum in an order that follows the batch"
     if attention != "cpu":
         return f"attention={attention} sums in an order that follows the batch"
-    if weights != "int8" and not has_packed(device, dtype):
+    if weights not in ("int8", "w8a8") and not has_packed(device, dtype):
         return (
             "this processor has no fused multiply-add, and PyTorch's own linears sum in an order that follows the batch"
         )

@@ -92,7 +92,7 @@ class GPT2:
     nothing in memory but the layers' own form of it.
 
     Args:
-        form: how linears keep their weights: `auto`, `int8` or `fp16` (see `make_linear`).
+        form: how linears keep their weights: `auto`, `int8`, `w8a8` or `fp16` (see `make_linear`).
         ranks: who computes it; `weights` are this rank's.
     """
 

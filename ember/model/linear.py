@@ -42,11 +42,11 @@ def has_packed(device: torch.device, dtype: torch.dtype) -> bool:
 def make_linear(
     weight: torch.Tensor, bias: torch.Tensor | None = None, activation: str = "none", form: str = "auto"
 ) -> Linear:
-    """The layer whose weight is kept as `form` says: `auto` (exactly), `int8` or `fp16`."""
-    if form == "int8":
+    """The layer whose weight is kept as `form` says: `auto` (exactly), `int8`, `w8a8` or `fp16`."""
+    if form in ("int8", "w8a8"):
         from ember.model.quantized import Int8Linear
 
-        return Int8Linear(weight, bias, activation)
+        return Int8Linear(weight, bias, activation, bits=8 if form == "w8a8" else 16)
     if form == "fp16":
         return PackedLinear(weight, bias, activation, torch.float16)
     if has_packed(weight.device, weight.dtype):

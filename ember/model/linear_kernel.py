@@ -12,10 +12,12 @@ that of Goto and van de Geijn (Anatomy of High-Performance Matrix Multiplication
     x     a block of k of up to HEIGHT rows is copied, so that it stays in the cache while a group of panels passes
     tile  up to ROWS rows by WIDTH columns of y, held in registers over a block of k
 
-Weights of 8 bits, with a scale a column, are multiplied by x rounded to 16 bits, with a scale a row (see `quantized`).
-Their sums are whole numbers and exact in 32 bits, so any order will do:
+Weights of 8 bits, with a scale a column, are multiplied by x rounded to 16 or 8 bits, with a scale a row (see
+`quantized`). Their sums are whole numbers and exact in 32 bits, so any order will do:
 
     w     [panels][pairs of k][WIDTH columns][2 k]    a panel is passed by as many rows as fit into the cache
+    or    [panels][quads of k][WIDTH columns][4 k]    an int32 each: for x in 8 bits, where an instruction takes quads,
+                                                      of x as x + 128 and w; sums begin with -128 * (w's in all)
     y     the sums, then float32(sum) * the column's scale * the row's scale + bias, each rounded
 
 Other weights are float32, float16 (here uint16) or bfloat16 (int16), and are widened as they are loaded. tanh and erf
@@ -38,7 +40,7 @@ from numba import extending, njit, prange, types
 from numba.core import cgutils
 
 from ember.kernel_cache import ensure_kernel_cache, patience
-from ember.model.processor import pair_instruction, vector_lanes
+from ember.model.processor import pair_instruction, quad_instruction, vector_lanes
 from ember.threads import numba_follows_torch
 
 ensure_kernel_cache()
@@ -64,7 +66,9 @@ ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": NONE, "gelu_new": GEL
 INT8_DEPTH = 1536
 """Most k in a block of 8-bit weights."""
 INT8_UNROLL = 4
-"""k a turn of the innermost loop of 8-bit weights: two pairs."""
+"""k a turn of the innermost loop of 8-bit weights: two pairs, or a quad."""
+SHIFT = 128
+"""Added to x of 8 bits in quads, whose instruction takes it without a sign."""
 LEVELS = 127
 """Largest weight of 8 bits; the smallest is its negative."""
 
@@ -308,6 +312,12 @@ def _sum_of_pairs(builder: Any, x: Any, w: Any) -> Any:
     return builder.add(*products)
 
 
+def _load_ints(builder: Any, row: Any) -> list[Any]:
+    """The columns of a panel, whole numbers."""
+    places = [builder.bitcast(_at(builder, row, v * LANES), _INTS.as_pointer()) for v in range(VECTORS)]
+    return [builder.load(place, align=4) for place in places]
+
+
 def _load_pairs(builder: Any, w: Any) -> list[Any]:
     """Two k of each column of a panel, as 16-bit numbers."""
     stored = ir.VectorType(ir.IntType(8), 2 * LANES).as_pointer()
@@ -316,7 +326,26 @@ def _load_pairs(builder: Any, w: Any) -> list[Any]:
 
 
 def _int8_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
-    """As `_float_turn`, for INT8_UNROLL k, in pairs."""
+    """As `_float_turn`, for INT8_UNROLL k, in pairs or a quad."""
+    return (_quad_turn if w.type.pointee == _INT else _pairs_turn)(builder, x, w, k, sums)
+
+
+def _quad_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
+    new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH // INT8_UNROLL)))
+    _fetch_early(builder, here, WIDTH, 4)
+    function = ir.FunctionType(_INTS, [_INTS] * 3)
+    multiply_add = cgutils.get_or_insert_function(builder.module, function, str(quad_instruction(LANES)))
+    columns = _load_ints(builder, here)
+    for row in range(len(sums) // VECTORS):
+        place = builder.bitcast(_at(builder, x, k, row * _INT8_STRIDE), _INT.as_pointer())
+        factors = _spread(builder, builder.load(place, align=4), _INTS)
+        for v in range(VECTORS):
+            at = row * VECTORS + v
+            new[at] = builder.call(multiply_add, [new[at], factors, columns[v]])
+    return new
+
+
+def _pairs_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
     new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
     _fetch_early(builder, here, INT8_UNROLL * WIDTH, 1)
     for pair in range(0, INT8_UNROLL, 2):
@@ -342,9 +371,9 @@ def _scaled(builder: Any, sums: list[Any], bias: Any, scales: Any, row_scales: A
 
 
 def _int8_tile_of(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, last: Any) -> None:
-    x, w, y, *ending = data
+    x, w, y, starts, *ending = data
     places = _places(builder, y, stride, rows, _INTS)
-    sums = _begin(builder, first, lambda: [ir.Constant(_INTS, None)] * len(places), places)
+    sums = _begin(builder, first, lambda: _load_ints(builder, starts) * rows, places)
     sums = _loop(builder, depth, INT8_UNROLL, sums, lambda k, held: _int8_turn(builder, x, w, k, held))
     with builder.if_else(last) as (then, otherwise):
         with then:
@@ -362,15 +391,15 @@ def _int8_tile(
     Args:
         rows: 1 to ROWS.
         x, w, y: flat; rounded rows with a stride of _INT8_STRIDE, the weight, the result.
-        ending: the padded bias, the scales of the weight and of x.
-        at: where in each of these six.
+        ending: what the sums begin with, the padded bias, the scales of the weight and of x.
+        at: where in each of these seven.
         depth: k in the block, a multiple of INT8_UNROLL.
         stride: of the rows of y.
         ends: whether this is the first block of k, and whether it is the last.
     """
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        arrays = [*values[1:4], *cgutils.unpack_tuple(builder, values[4], 3)]
+        arrays = [*values[1:4], *cgutils.unpack_tuple(builder, values[4], 4)]
         data = _pointers(context, builder, [x, w, y, *ending], arrays, values[5])
         first, last = cgutils.unpack_tuple(builder, values[8], 2)
         rest = {
@@ -382,7 +411,7 @@ def _int8_tile(
         _by_height(builder, values[0], lambda height: _int8_tile_of(builder, height, data, **rest))
         return context.get_dummy_value()
 
-    number, offsets = types.intp, types.UniTuple(types.intp, 6)
+    number, offsets = types.intp, types.UniTuple(types.intp, 7)
     return types.void(number, x, w, y, ending, offsets, number, number, types.UniTuple(types.boolean, 2)), emit
 
 
@@ -496,9 +525,24 @@ def multiply(w: Any, bias: Any, addresses: Any, shape: Any, activation: Any, hei
         _multiply_share(x, w, bias, more, y, shape, activation, rows, panels, copied)
 
 
+def _room(w: Any, count: Any) -> Any:
+    """For so many rounded numbers of x, of the kind that goes with weights w."""
+    return np.empty(count, np.uint8 if w.itemsize == 4 else np.int16)
+
+
+@extending.overload(_room)
+def _compiled_room(w: Any, count: Any) -> Any:
+    kind = np.uint8 if w.dtype == types.int32 else np.int16
+
+    def room(w: Any, count: Any) -> Any:
+        return np.empty(count, kind)
+
+    return room
+
+
 @njit(error_model="numpy")
-def _round_row(x: Any, levels: Any, begin: Any, step: Any, depth: Any, to: Any) -> Any:
-    """x / s to the nearest whole numbers; returns s = max|x| / levels, or NaN where x holds a NaN or an infinity.
+def _round_row(x: Any, levels: Any, begin: Any, step: Any, depth: Any, to: Any, shift: Any) -> Any:
+    """x / s to the nearest whole numbers, plus `shift`; returns s = max|x| / levels, or NaN if x is not finite.
 
     Magnitudes compare alike as floats and as their bits. A block of `depth` k lies `step` numbers after the one before.
     """
@@ -512,10 +556,10 @@ def _round_row(x: Any, levels: Any, begin: Any, step: Any, depth: Any, to: Any) 
         run, rounded = x[k : k + depth], to[begin + k // depth * step :]
         if factor > _ZERO:
             for i in range(len(run)):
-                rounded[i] = np.int16(np.rint(run[i] * factor))
+                rounded[i] = np.int32(np.rint(run[i] * factor)) + shift
         else:
-            rounded[: len(run)] = 0
-        rounded[len(run) : len(run) + -len(run) % INT8_UNROLL] = 0
+            rounded[: len(run)] = shift
+        rounded[len(run) : len(run) + -len(run) % INT8_UNROLL] = shift
     return largest / levels if largest < _INFINITE else _NAN
 
 
@@ -529,14 +573,15 @@ def _int8_share(
     most = max(2 * ROWS, min(HEIGHT, _INT8_CACHE // inner))
     times, blocks, padded = (count + most - 1) // most, (inner + depth - 1) // depth, inner + -inner % INT8_UNROLL
     most = min(most, count)
-    rounded, row_scales = np.empty(blocks * most * _INT8_STRIDE, np.int16), np.empty(most, np.float32)
+    rounded, row_scales = _room(w, blocks * most * _INT8_STRIDE), np.empty(most, np.float32)
+    shift, together = np.int32(SHIFT if rounded.itemsize == 1 else 0), w.itemsize
     for time in range(times):
         m, end_m = rows[0] + count * time // times, rows[0] + count * (time + 1) // times
         height = end_m - m
         tiles = (height + ROWS - 1) // ROWS
         for row in range(height):
             run = x[(m + row) * x_stride : (m + row) * x_stride + inner]
-            row_scales[row] = _round_row(run, levels, row * _INT8_STRIDE, most * _INT8_STRIDE, depth, rounded)
+            row_scales[row] = _round_row(run, levels, row * _INT8_STRIDE, most * _INT8_STRIDE, depth, rounded, shift)
         for panel in range(panels[0], panels[1]):
             n = panel * WIDTH
             for k in range(0, padded, depth):
@@ -544,10 +589,18 @@ def _int8_share(
                 for t in range(tiles):
                     begin, end = height * t // tiles, height * (t + 1) // tiles
                     x_at, y_at = (k // depth * most + begin) * _INT8_STRIDE, (m + begin) * y_stride + n
-                    at = (x_at, n * padded + k * WIDTH, y_at, n, n, begin)
+                    at = (x_at, (n * padded + k * WIDTH) // together, y_at, n, n, n, begin)
                     ends = (k == 0, last)
                     _int8_tile(
-                        end - begin, rounded, w, y, (ending[0], ending[1], row_scales), at, taken, y_stride, ends
+                        end - begin,
+                        rounded,
+                        w,
+                        y,
+                        (ending[0], ending[1], ending[2], row_scales),
+                        at,
+                        taken,
+                        y_stride,
+                        ends,
                     )
                     if last and (activation != NONE or more_stride > 0):
                         rest = (min(WIDTH, width - n), activation, (m + begin) * more_stride + n, more_stride)
@@ -556,12 +609,22 @@ def _int8_share(
 
 @njit(parallel=True, cache=True, error_model="numpy")
 def multiply_int8(
-    w: Any, scales: Any, bias: Any, addresses: Any, shape: Any, levels: Any, activation: Any, height: Any, cuts: Any
+    w: Any,
+    starts: Any,
+    scales: Any,
+    bias: Any,
+    addresses: Any,
+    shape: Any,
+    levels: Any,
+    activation: Any,
+    height: Any,
+    cuts: Any,
 ) -> None:
     """y = activation(x w^T + bias) + more, with weights of 8 bits.
 
     Args:
-        w: flat int8, packed (see the top of this file).
+        w: flat, int8 in pairs or int32 in quads (see the top of this file).
+        starts: [panels * WIDTH] int32, what the sums begin with.
         scales, bias: [panels * WIDTH] float32.
         addresses, activation, height, cuts: as of `multiply`.
         shape: strides of x, more and y; columns of y; k in all; k in a block.
@@ -573,19 +636,20 @@ def multiply_int8(
         x = _rows_at(addresses[0], height, shape[0], shape[4])
         more = _rows_at(addresses[1], height, shape[1], shape[3])
         y = _rows_at(addresses[2], height, shape[2], count * WIDTH)
-        _int8_share(x, w, (bias, scales), more, y, shape, levels, activation, rows, panels)
+        _int8_share(x, w, (starts, bias, scales), more, y, shape, levels, activation, rows, panels)
 
 
 def warm_up_multiply(stored: str) -> None:
-    """Compile `multiply` for weights of this numpy dtype (float32, uint16 or int16), or load it."""
+    """Compile what multiplies weights of this numpy dtype (float32, uint16, int16; int8, int32), or load it."""
     numba_follows_torch()
     numbers, weights = types.Array(types.float32, 1, "C"), types.Array(numba.from_dtype(np.dtype(stored)), 1, "C")
-    ints = [types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 6 if stored == "int8" else 7)]
+    of_8_bits, starts = stored in ("int8", "int32"), types.Array(types.int32, 1, "C")
+    ints = [types.UniTuple(types.int64, 3), types.UniTuple(types.int64, 6 if of_8_bits else 7)]
     rest = [types.int64, types.int64, types.UniTuple(types.int64, 2)]
     function: Any = multiply
     arguments = [weights, numbers, *ints, *rest]
-    if stored == "int8":
-        function, arguments = multiply_int8, [weights, numbers, numbers, *ints, types.float32, *rest]
+    if of_8_bits:
+        function, arguments = multiply_int8, [weights, starts, numbers, numbers, *ints, types.float32, *rest]
     with patience("the CPU matrix kernel: a few seconds, once for each form of the weights"):
         function.disable_compile(False)
         function.compile(types.void(*arguments))

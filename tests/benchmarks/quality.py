@@ -29,7 +29,7 @@ from ember.core.batch import ScheduledSequence
 from ember.core.sequence import Sequence
 
 TEXT = Path(__file__).with_name("moby_dick_91.txt")
-FORMS = ("weights=fp16", "weights=int8", "kv_dtype=float16", "kv_dtype=bfloat16", "kv_dtype=int8")
+FORMS = ("weights=fp16", "weights=int8", "weights=w8a8", "kv_dtype=float16", "kv_dtype=bfloat16", "kv_dtype=int8")
 WINDOW = 512
 
 

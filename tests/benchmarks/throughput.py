@@ -30,6 +30,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "fp16 weights": {"weights": "fp16"},
     "int8 KV": {"kv_dtype": "int8"},
     "int8 weights and KV": {"weights": "int8", "kv_dtype": "int8"},
+    "w8a8 weights, int8 KV": {"weights": "w8a8", "kv_dtype": "int8"},
 }
 """Settings of ember by name; one that this version doesn't know is skipped, and the table says so."""
 

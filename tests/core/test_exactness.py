@@ -14,7 +14,7 @@ from ember.errors import ConfigError
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8", "fp16"])
+@pytest.mark.parametrize("weights", ["auto", "int8", "w8a8", "fp16"])
 def test_the_default_path_is_exact(weights):
     assert why_not_exact(CPU, torch.float32, weights, "cpu") is None
 
@@ -46,7 +46,7 @@ def test_require_is_refused_where_bits_are_not_promised():
     assert EnginePlan.resolve(EngineConfig(device="cpu", deterministic="require")).why_not_exact is None
 
 
-@pytest.mark.parametrize("weights", ["int8", "fp16"])
+@pytest.mark.parametrize("weights", ["int8", "w8a8", "fp16"])
 def test_low_precision_weights_are_refused_in_other_dtypes(weights):
     with pytest.raises(ConfigError, match=f"weights={weights}: runs on a CPU in float32, not on cpu in bfloat16"):
         EnginePlan.resolve(EngineConfig(device="cpu", dtype="bfloat16", weights=weights))

@@ -13,6 +13,7 @@ import torch
 from ember.model.processor import vector_lanes
 from ember.model.quantized import Int8Linear, levels
 
+BITS = pytest.mark.parametrize("bits", [16, 8])
 SHAPES = [(1, 1), (16, 4), (40, 769), (33, 1537), (100, 3073), (7, 5001)]
 
 
@@ -20,9 +21,9 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def defined(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> np.ndarray:
+def defined(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int = 16) -> np.ndarray:
     """The module's formula with numpy's own int32, row by row."""
-    rows, largest, most = x.numpy(), np.abs(x.numpy()).max(1), np.float32(levels(x.shape[1]))
+    rows, largest, most = x.numpy(), np.abs(x.numpy()).max(1), np.float32(levels(x.shape[1], bits))
     scales = np.maximum(np.abs(weight.numpy()).max(1), np.finfo(np.float32).tiny) / np.float32(127)
     w = np.rint(weight.numpy() / scales[:, None]).astype(np.int32)
     with np.errstate(divide="ignore"):
@@ -33,12 +34,14 @@ def defined(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> np.nda
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_sum_is_exact(shape, threads):
+@BITS
+def test_every_sum_is_exact(shape, threads, bits):
     """Ragged ends of panels, pairs and blocks of k; rows that are no neighbours in memory; two threads' shares."""
     out, inner = shape
     weight, bias = normal(out, inner), normal(out, seed=1)
     x = normal(64, inner + 3, seed=2)[:, 1 : inner + 1]
-    layer, before, expected = Int8Linear(weight, bias, "none"), torch.get_num_threads(), defined(x, weight, bias)
+    layer, before = Int8Linear(weight, bias, "none", bits), torch.get_num_threads()
+    expected = defined(x, weight, bias, bits)
     try:
         torch.set_num_threads(threads)
         for height in (1, 2, 5, 6, 7, 13, 64):
@@ -48,19 +51,21 @@ def test_every_sum_is_exact(shape, threads):
 
 
 @pytest.mark.parametrize("inner", [64, 3072, 20000])
-def test_the_largest_sums_fit(inner):
+@BITS
+def test_the_largest_sums_fit(inner, bits):
     """All numbers at their ends, of one sign or both: a sum past 32 bits would wrap, 16-bit pairs saturate."""
     ones = torch.ones(2, inner)
     mixed = torch.cat([ones, -ones, ones * torch.tensor([1.0, -1.0]).repeat(inner // 2)])
-    found = Int8Linear(mixed, None, "none")(mixed)
-    assert np.array_equal(found.numpy(), defined(mixed, mixed, torch.zeros(6)))
+    found = Int8Linear(mixed, None, "none", bits)(mixed)
+    assert np.array_equal(found.numpy(), defined(mixed, mixed, torch.zeros(6), bits))
     assert torch.allclose(found.diagonal(), torch.tensor(float(inner)))
 
 
-def test_rows_without_numbers():
+@BITS
+def test_rows_without_numbers(bits):
     """A row of zeros gives the bias; one with a NaN or an infinity gives NaN, and its neighbours what they are."""
     weight, bias, x = normal(20, 30), normal(20, seed=1), normal(5, 30, seed=2)
-    layer = Int8Linear(weight, bias, "none")
+    layer = Int8Linear(weight, bias, "none", bits)
     whole = layer(x)
     broken = x.clone()
     broken[0], broken[1, 3], broken[2, 4], broken[3] = 0, torch.nan, -torch.inf, 1e-35
@@ -82,24 +87,26 @@ def test_no_rows_are_fine():
     assert Int8Linear(normal(7, 5), None, "none")(torch.empty(0, 5)).shape == (0, 7)
 
 
+@BITS
 @pytest.mark.slow
-def test_other_instructions_give_the_same_bits(tmp_path):
-    """A processor without AVX2 or with AVX-512: no instruction for pairs of products, vectors of another width."""
+def test_other_instructions_give_the_same_bits(tmp_path, bits):
+    """A processor without AVX2 or with AVX-512: no instruction for two or four products, vectors of another width."""
     code = """
 import numpy, sys, torch
 from ember.model import processor
 processor.vector_lanes, processor.pair_instruction = lambda: int(sys.argv[1]), lambda lanes: None
+processor.quad_instruction = lambda lanes: None
 from ember.model.quantized import Int8Linear
 rng = torch.Generator().manual_seed(0)
 x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 1700), (100, 1700), (100,)))
-numpy.save(sys.argv[2], Int8Linear(weight, bias, "gelu_new")(x).numpy())
+numpy.save(sys.argv[2], Int8Linear(weight, bias, "gelu_new", int(sys.argv[3]))(x).numpy())
 """
     other, file = "8" if vector_lanes() == 16 else "16", str(tmp_path / "y.npy")
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", code, other, file], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, other, file, str(bits)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
     rng = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 1700), (100, 1700), (100,)))
-    assert np.array_equal(np.load(file), Int8Linear(weight, bias, "gelu_new")(x).numpy())
+    assert np.array_equal(np.load(file), Int8Linear(weight, bias, "gelu_new", bits)(x).numpy())

@@ -44,6 +44,7 @@ PEERS = {
     "ember fp16 weights": _ember(weights="fp16"),
     "ember int8 KV": _ember(kv_dtype="int8"),
     "ember int8 weights and KV": _ember(weights="int8", kv_dtype="int8"),
+    "ember w8a8 weights, int8 KV": _ember(weights="w8a8", kv_dtype="int8"),
     "openvino": Peer("openvino", "openvino", {"weights": "fp32", "kv": "f32", "prefix": False}),
     "openvino default KV": Peer("openvino", "openvino", {"weights": "fp32", "kv": "default", "prefix": False}),
     "openvino int8": Peer("openvino", "openvino", {"weights": "int8", "kv": "u8", "prefix": False}),
