@@ -66,7 +66,7 @@ class Int8Linear:
 
 def levels(inner: int, bits: int = 16) -> int:
     """What the numbers of a row of x are rounded to, at most: the largest sum of products fits in 32 bits."""
-    return min(2 ** (bits - 1) - 1, _LARGEST_SUM // (kernel.LEVELS * inner))
+    return min((1 << (bits - 1)) - 1, _LARGEST_SUM // (kernel.LEVELS * inner))
 
 
 def _pack(weight: torch.Tensor, scales: torch.Tensor, together: int) -> tuple[np.ndarray, np.ndarray]:
