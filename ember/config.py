@@ -26,6 +26,7 @@ RUNNERS = ("local", "ray")
 ENGINES = ("local", "http")
 WEIGHTS = ("auto", "int8", "w8a8", "fp16")
 DETERMINISTIC = ("auto", "require")
+CUDA_GRAPHS = ("auto", "true", "false")
 SPECULATIVE = ("off", "ngram")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_DTYPES = (*DTYPES, "int8", "fp8")
@@ -104,6 +105,7 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     deterministic: str = "auto"
     attention: str = "auto"
+    cuda_graphs: str = "auto"
     scheduler: str = "mixed"
     prefill_share: float = 1.0
     block_size: int = 16
@@ -130,6 +132,8 @@ class EngineConfig:
         one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         one_of("deterministic", self.deterministic, DETERMINISTIC)
         one_of("attention", self.attention, ATTENTION_BACKENDS)
+        self.cuda_graphs = str(self.cuda_graphs).lower()  # YAML makes a truth value of it
+        one_of("cuda_graphs", self.cuda_graphs, CUDA_GRAPHS)
         one_of("scheduler", self.scheduler, POLICIES)
         if str(self.speculative) == "False":  # what YAML makes of off
             self.speculative = "off"

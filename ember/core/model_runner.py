@@ -17,6 +17,7 @@ import torch
 from ember.attention.base import AttentionBackend, AttentionMetadata
 from ember.cache.kv_pool import KVPool
 from ember.core.batch import ModelInput, ScheduledSequence
+from ember.core.decode_graphs import DecodeGraphs
 from ember.core.device_memory import PoolMeter
 from ember.model.network import Network
 from ember.transfer import upload_together
@@ -25,11 +26,19 @@ from ember.transfer import upload_together
 class ModelRunner:
     """`execute` computes a step's K/V and gives the logits that the step asks for."""
 
-    def __init__(self, model: Network, pool: KVPool, attention: AttentionBackend, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: Network,
+        pool: KVPool,
+        attention: AttentionBackend,
+        device: torch.device,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.attention = attention
         self.device = device
+        self.graphs = graphs
 
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order."""
@@ -48,12 +57,15 @@ class ModelRunner:
     def set_pool(self, num_blocks: int) -> None:
         """Have an empty pool of so many blocks instead."""
         self.pool = KVPool(self.pool.shape, num_blocks, self.device)
+        if self.graphs is not None:
+            self.graphs.forget()
 
     @torch.inference_mode()
     def run(self, step: ModelInput) -> torch.Tensor:
         """Logits [R, vocab_size] float32 of the rows that the step asks for."""
         for source, destination in step.copies:
             self.pool.copy_block(source, destination)
+        step = step if self.graphs is None else self.graphs.padded(step)
         host = [step.input_ids, step.positions, step.rows, step.slot_mapping]
         host += [step.query_start_loc, step.context_lens, step.block_tables]
         input_ids, positions, rows, slots, starts, contexts, tables = upload_together(host, self.device)
@@ -66,9 +78,15 @@ class ModelRunner:
             max_query_len=int(step.query_start_loc.diff().max()),
             max_context_len=int(step.context_lens.max()),
         )
-        self.attention.prepare(metadata)
-        hidden = self.model.forward(input_ids, positions, self.pool.layers, self.attention)
+        if self.graphs is None:
+            hidden = self._forward(input_ids, positions, metadata)
+        else:
+            hidden = self.graphs.run(input_ids, positions, metadata, self._forward)
         return self.model.logits(hidden[rows])
+
+    def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        self.attention.prepare(metadata)
+        return self.model.forward(input_ids, positions, self.pool.layers, self.attention)
 
 
 def _pack(scheduled: list[ScheduledSequence], block_size: int) -> ModelInput:

@@ -12,6 +12,7 @@ import torch
 from ember.attention.choice import check_pool, resolve_attention
 from ember.cache.kv_pool import FP8, KVShape, num_blocks_for, stored_dtype
 from ember.config import EngineConfig
+from ember.core.decode_graphs import resolve_cuda_graphs
 from ember.core.device_memory import PoolMeter
 from ember.core.exactness import require_exact, why_not_exact
 from ember.core.hardware import pool_bytes, resolve_device, resolve_dtype, total_bytes
@@ -54,6 +55,7 @@ class EnginePlan:
     kv_shape: KVShape
     num_blocks: int
     why_not_exact: str | None
+    cuda_graphs: bool
     chat: ChatTemplate | None = None
     meter: PoolMeter | None = None
 
@@ -79,18 +81,11 @@ class EnginePlan:
         num_ranks = config.tensor_parallel_size
         check_ranks(num_ranks, network, device)
         attention = resolve_attention(config.attention, device, dtype)
-        kv_dtype = dtype if config.kv_dtype == "auto" else stored_dtype(config.kv_dtype)
+        cuda_graphs = resolve_cuda_graphs(config.cuda_graphs, device, attention, num_ranks)
         inexact = why_not_exact(device, dtype, config.weights, attention)
         require_exact(config.deterministic, inexact)
         max_model_len = _max_model_len(config.max_model_len, network.max_position)
-        shape = KVShape(
-            n_layer=network.n_layer,
-            n_kv_head=network.n_kv_head,
-            head_dim=network.head_dim,
-            block_size=config.block_size,
-            dtype=kv_dtype,
-            interleaved=attention != "torch_varlen",
-        )
+        shape = _kv_shape(config, network, dtype, attention)
         check_pool(attention, shape, dtype, device)
         num_blocks = num_blocks_for(
             config.pool_size,
@@ -114,6 +109,7 @@ class EnginePlan:
             kv_shape=shape,
             num_blocks=num_blocks,
             why_not_exact=inexact,
+            cuda_graphs=cuda_graphs,
             chat=chat,
             meter=PoolMeter(num_sharing=num_sharing) if device.type == "cuda" and config.pool_size == "auto" else None,
         )
@@ -133,6 +129,9 @@ class EnginePlan:
             num_threads=config.num_threads,
             num_ranks=config.tensor_parallel_size,
             joining=self._joining,
+            cuda_graphs=self.cuda_graphs,
+            max_num_seqs=config.max_num_seqs,
+            max_model_len=self.max_model_len,
         )
 
     @property
@@ -236,6 +235,17 @@ def _model_files(folder: Path) -> list[Path]:
     if is_gguf(folder):
         return [folder]
     return sorted({path for pattern in MODEL_FILES for path in folder.glob(pattern)})
+
+
+def _kv_shape(config: EngineConfig, network: NetworkConfig, dtype: torch.dtype, attention: str) -> KVShape:
+    return KVShape(
+        n_layer=network.n_layer,
+        n_kv_head=network.n_kv_head,
+        head_dim=network.head_dim,
+        block_size=config.block_size,
+        dtype=dtype if config.kv_dtype == "auto" else stored_dtype(config.kv_dtype),
+        interleaved=attention != "torch_varlen",
+    )
 
 
 def _weight_bytes(network: NetworkConfig, dtype: torch.dtype) -> int:

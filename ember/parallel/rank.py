@@ -9,6 +9,7 @@ import torch
 
 from ember.attention.base import make_backend
 from ember.cache.kv_pool import KVPool, KVShape
+from ember.core.decode_graphs import CudaCapture, DecodeGraphs
 from ember.core.model_runner import ModelRunner
 from ember.model.network import NetworkConfig, make_network
 from ember.model.ranks import ALONE, Ranks
@@ -32,6 +33,7 @@ class RunnerSpec:
         kv_shape: of all heads.
         num_threads: that all ranks together compute with; None: as torch finds it.
         num_ranks: tensor_parallel_size.
+        cuda_graphs: whether steps of up to `max_num_seqs` sequences of `max_model_len` tokens are captured.
         joining: see there.
     """
 
@@ -46,6 +48,9 @@ class RunnerSpec:
     num_threads: int | None
     num_ranks: int
     joining: Joining
+    cuda_graphs: bool
+    max_num_seqs: int
+    max_model_len: int
 
     def group(self, rank: int) -> Group:
         """The group as a rank sees it, on a device of its own; nobody is met yet."""
@@ -72,4 +77,10 @@ class RunnerSpec:
         weights = load_weights(self.folder, layout, dtype=self.dtype, device=device, cut=cutter)
         network = make_network(self.network, weights, self.form, ranks)
         backend = make_backend(self.attention, shape.dtype)
-        return ModelRunner(network, KVPool(shape, self.num_blocks, device), backend, device)
+        return ModelRunner(network, KVPool(shape, self.num_blocks, device), backend, device, self._graphs(device))
+
+    def _graphs(self, device: torch.device) -> DecodeGraphs | None:
+        if not self.cuda_graphs:
+            return None
+        width = -(-self.max_model_len // self.kv_shape.block_size)
+        return DecodeGraphs(CudaCapture(device), most=self.max_num_seqs, width=width)

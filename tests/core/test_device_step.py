@@ -16,6 +16,7 @@ from ember.attention.base import AttentionMetadata
 from ember.cache.kv_pool import KVPool, KVShape
 from ember.core import sampler as sampler_module
 from ember.core.batch import ScheduledSequence
+from ember.core.decode_graphs import DecodeGraphs
 from ember.core.model_runner import ModelRunner
 from ember.core.sampler import Sampler
 from tests.fakes import VOCAB, make_sequence
@@ -91,12 +92,15 @@ def device_step(monkeypatch):
     monkeypatch.setattr(transfer, "_send", send)
     monkeypatch.setattr(torch, "tensor", on_the_host)
 
-    def run(settings, attention):
+    def run(settings, attention, graphs=None):
         sequences = [make_sequence(i, 5, **params) for i, params in enumerate(settings)]
-        plan = [ScheduledSequence(s, 0, 5, array("i", [2 * i, 2 * i + 1]), True, 1) for i, s in enumerate(sequences)]
+        start = 0 if graphs is None else 4
+        tables = [array("i", [2 * i, 2 * i + 1]) for i in range(len(sequences))]
+        shares = zip(sequences, tables, strict=True)
+        plan = [ScheduledSequence(s, start, 5 - start, table, True, 1) for s, table in shares]
         with Copies() as copies:
             shape = KVShape(n_layer=1, n_kv_head=2, head_dim=8, block_size=4, dtype=torch.float32)
-            runner = ModelRunner(Network(), KVPool(shape, 8, DEVICE), attention, DEVICE)
+            runner = ModelRunner(Network(), KVPool(shape, 8, DEVICE), attention, DEVICE, graphs)
             logits = runner.execute(plan)
             assert len(sent) == 1, "the packed batch is one copy"
             Sampler().sample(logits, sequences)
@@ -128,3 +132,10 @@ def test_the_triton_backend_asks_its_device_nothing(device_step, monkeypatch):
     device_step(SETTINGS["drawn"], backend.TritonAttention(torch.float32))
     assert len(launches) == 3
     assert all(isinstance(n, int) for grid in launches for n in grid)
+
+
+def test_a_step_from_a_graph_asks_its_device_nothing(device_step):
+    """What is copied into a graph's tensors comes from the device's own, in the one copy that every step has."""
+    graphs = DecodeGraphs(lambda work: work, most=8, width=2)
+    assert len(device_step(SETTINGS["drawn"], Attention(), graphs)) == 1
+    assert [size for size, _ in graphs._replays] == [4]
