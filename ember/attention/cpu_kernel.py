@@ -207,6 +207,8 @@ _LOG2E, _LN2_HIGH, _LN2_LOW = F(1.4426950408889634), F(0.693359375), F(-2.121944
 _C0, _C1, _C2 = F(1.9875691500e-4), F(1.3981999507e-3), F(8.3334519073e-3)
 _C3, _C4, _C5 = F(4.1665795894e-2), F(1.6666665459e-1), F(5.0000001201e-1)
 _LOWEST, _ZERO, _ONE, _ROUNDER = F(-87.0), F(0.0), F(1.0), F(12582912.0)
+_FIRST = np.int64(0)
+"""For a count that is handed on: numba would compile what takes a plain 0 a second time, for that value alone."""
 
 
 @_inner
@@ -550,13 +552,13 @@ def _score_tile(
         share: the first head, where they end, rows that each has room for, the first row of those meant.
     """
     begin, here, size, heads = place
-    straight, at = size % LANES == 0, 0
+    straight, at = size % LANES == 0, _FIRST
     while at < here:
         run = (at, _end_of_run(begin, at, here, size, straight))
         for head in range(share[0], share[1]):
             slot, keys, scale = _slot(table, begin + at, size, heads, head), k, k_scale
             if not straight:
-                slot, keys, scale = 0, near, near_scale
+                slot, keys, scale = _FIRST, near, near_scale
                 _bring(k, near, table, begin, here, size, heads, head, width, LANES)
                 _bring_scales(k_scale, near_scale, table, begin, here, size, heads, head)
             _score_run(s, q, head * share[2] + share[3], keys, slot, scale, run, dim, width, see)
@@ -579,13 +581,13 @@ def _value_tile(
 ) -> None:
     """As `_score_tile`: what a tile's values add to the outputs."""
     begin, here, size, heads = place
-    straight, at = size % LANES == 0, 0
+    straight, at = size % LANES == 0, _FIRST
     while at < here:
         run = (at, _end_of_run(begin, at, here, size, straight))
         for head in range(share[0], share[1]):
             slot, values, scale = _slot(table, begin + at, size, heads, head), v, v_scale
             if not straight:
-                slot, values, scale = 0, near, near_scale
+                slot, values, scale = _FIRST, near, near_scale
                 _bring(v, near, table, begin, here, size, heads, head, width, 1)
                 _bring_scales(v_scale, near_scale, table, begin, here, size, heads, head)
             _value_run(o, s, head * share[2] + share[3], values, slot, scale, run, width, see)
@@ -630,14 +632,14 @@ def _attend_tile(
         heads: the first, where they end, rows that each has room for.
     """
     first, end, queries, shared, window = tile
-    group, width, row = shape[0], shape[2], 0
+    group, width, row = shape[0], shape[2], _FIRST
     for p in range(first, end):
         for head in range(heads[0], heads[1]):
             rows = parts[p, 2] * group
             _begin(q, state[0], head * heads[2] + row, parts[p, 1], rows, head, group, width, factor)
         row += parts[p, 2] * group
-    share = (heads[0], heads[1], heads[2], 0)
-    _pass(state, pool, tables[parts[first, 0]], (0, shared, shared, window), share, shape, queries * group)
+    share = (heads[0], heads[1], heads[2], _FIRST)
+    _pass(state, pool, tables[parts[first, 0]], (_FIRST, shared, shared, window), share, shape, queries * group)
     for p in range(end - 1, first - 1, -1):
         rows, position = parts[p, 2] * group, parts[p, 3]
         row -= rows
@@ -669,7 +671,7 @@ def _attend_share(
     """One thread's part of `attend`: pairs of a tile of queries and a head, counted through."""
     dim, group, straight = q.shape[2], q.shape[1] // heads, size % LANES == 0
     width = (dim + LANES - 1) // LANES * LANES
-    most = 0
+    most = _FIRST
     for i in range(begin_item // heads, (end_item + heads - 1) // heads):
         most = max(most, tiles[i, 2] * group + QUAD - 1)
     rows_q, o = np.zeros(heads * most * width, np.float32), np.empty(heads * most * width, np.float32)
