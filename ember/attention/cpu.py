@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ember.attention import cpu_kernel
 from ember.attention.base import AttentionMetadata
 from ember.attention.query_tiles import QueryTiles
 from ember.cache.kv_pool import KVLayer
@@ -35,13 +36,10 @@ class CpuAttention:
     """
 
     def __init__(self, kv_dtype: torch.dtype) -> None:
-        from ember.attention import cpu_kernel
-
-        self._kernel: Any = cpu_kernel
         self._pools: dict[KVLayer, tuple[np.ndarray, ...]] = {}
         numba_follows_torch()
-        with patience("the CPU attention kernel: up to a minute, once for each kv_dtype"):
-            cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
+        with patience("the CPU attention kernel: some ten seconds, once for each kv_dtype"):
+            self._share: Any = cpu_kernel.warm_up(str(_stored_as(kv_dtype)).removeprefix("torch."))
 
     def prepare(self, metadata: AttentionMetadata) -> None:
         """Put queries together that share keys, and deal them to the threads."""
@@ -60,15 +58,16 @@ class CpuAttention:
         keys, values, *scales = self._pools[layer]
         size, heads = layer.shape.block_size, layer.shape.n_kv_head
         if layer.shape.dtype == torch.int8:
-            self._kernel.store_int8(k.numpy(), v.numpy(), self._slots, keys, values, *scales, size)
+            cpu_kernel.store_int8(k.numpy(), v.numpy(), self._slots, keys, values, *scales, size)
         else:
             new = (_as_stored(x.to(layer.shape.dtype)).numpy() for x in (k, v))
-            self._kernel.store(*new, self._slots, keys, values, size)
+            cpu_kernel.store(*new, self._slots, keys, values, size)
         out = torch.empty(q.shape)
         queries = (self._queries if window is None else self._queries.apart()).arrays()
         pool, reach = (*self._pools[layer], self._tables), ALL if window is None else window
         to = out.numpy(), np.float32(scale), heads, size, reach, self._threads
-        self._kernel.attend(q.numpy(), *pool, *queries, *to)
+        if cpu_kernel.attend(q.numpy(), *pool, *queries, *to, self._share.address) < self._threads:
+            raise MemoryError("attention has no room for its scores")
         return out
 
 

@@ -16,6 +16,7 @@ All compiled code is in this one file: numba's cache on the disk is renewed when
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numba
@@ -36,9 +37,12 @@ QUAD = 4
 """Query rows that share each load of a key or value."""
 
 F = np.float32
+_parallel: Any = njit(parallel=True, cache=True, error_model="numpy")
 _UNCOUNTED: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, "_nrt": False}
 _inner: Any = njit(error_model="numpy", **_UNCOUNTED)
 """For what only compiled code calls: its arrays are the caller's, so nobody counts references to them."""
+_part: Any = njit(error_model="numpy", inline="always", **_UNCOUNTED)
+"""For what one place alone calls: it becomes a part of that place before anything is compiled."""
 intrinsic: Any = extending.intrinsic  # its own type hints count `typing` as an argument of the call
 _NEVER = F(-np.inf)
 _FLOAT, _INT = ir.FloatType(), ir.IntType(32)
@@ -529,7 +533,7 @@ def _finish(
             out[first + r // group, head * group + r % group, d] = o[row * width + d] / weights
 
 
-@_inner
+@_part
 def _score_tile(
     s: Any,
     q: Any,
@@ -565,7 +569,7 @@ def _score_tile(
         at = run[1]
 
 
-@_inner
+@_part
 def _value_tile(
     o: Any,
     s: Any,
@@ -619,7 +623,7 @@ def _pass(state: Any, pool: Any, table: Any, reach: Any, share: Any, shape: Any,
         _value_tile(o, s, v, v_scale, near, near_scale, table, place, share, width, see)
 
 
-@_inner
+@_part
 def _attend_tile(
     q: Any, out: Any, factor: Any, state: Any, pool: Any, tables: Any, parts: Any, tile: Any, heads: Any, shape: Any
 ) -> None:
@@ -650,7 +654,6 @@ def _attend_tile(
             _finish(state[1], state[2], head * heads[2] + row, out, parts[p, 1], rows, head, group, width)
 
 
-@njit(error_model="numpy")
 def _attend_share(
     q: Any,
     k: Any,
@@ -667,8 +670,8 @@ def _attend_share(
     window: Any,
     begin_item: Any,
     end_item: Any,
-) -> None:
-    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through."""
+) -> int:
+    """One thread's part of `attend`: pairs of a tile of queries and a head, counted through. Returns 1; failed, 0."""
     dim, group, straight = q.shape[2], q.shape[1] // heads, size % LANES == 0
     width = (dim + LANES - 1) // LANES * LANES
     most = _FIRST
@@ -686,6 +689,7 @@ def _attend_share(
         tile = (tiles[i, 0], tiles[i, 1], tiles[i, 2], tiles[i, 3], window)
         some = (max(0, begin_item - i * heads), min(heads, end_item - i * heads), most)
         _attend_tile(q, out, factor, state, pool, tables, parts, tile, some, (group, dim, width, size, heads))
+    return 1
 
 
 @_inner
@@ -698,7 +702,22 @@ def _first_item(costs: Any, heads: Any, thread: Any, threads: Any) -> Any:
     return i * heads + ((target - costs[i] * heads) // (costs[i + 1] - costs[i]) if i < last else 0)
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@intrinsic
+def _call(typing: Any, address: Any, arguments: Any) -> Any:
+    """What the compiled function at an address makes of a tuple of arguments, a whole number.
+
+    What numba calls by name it compiles again as a part of every caller, and `prange` is five callers deep.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = [context.get_value_type(kind) for kind in arguments]
+        function = ir.FunctionType(ir.IntType(64), kinds).as_pointer()
+        return builder.call(builder.inttoptr(values[0], function), cgutils.unpack_tuple(builder, values[1]))
+
+    return types.int64(address, arguments), emit
+
+
+@_parallel
 def attend(
     q: Any,
     k: Any,
@@ -715,7 +734,8 @@ def attend(
     size: Any,
     window: Any,
     threads: Any,
-) -> None:
+    share: Any,
+) -> int:
     """Attention of every tile of queries, through the block tables.
 
     Args:
@@ -730,13 +750,21 @@ def attend(
         size: slots in a block.
         window: positions that a query sees, its own the last of them.
         threads: how many share the work.
+        share: the address of what does the part of one (see `warm_up`).
+
+    Returns:
+        How many have done their part.
     """
+    done = 0
     for thread in prange(threads):
-        begin, end = _first_item(costs, heads, thread, threads), _first_item(costs, heads, thread + 1, threads)
-        _attend_share(q, k, v, k_scale, v_scale, tables, parts, tiles, out, factor, heads, size, window, begin, end)
+        at = np.int64(thread)
+        begin, end = _first_item(costs, heads, at, threads), _first_item(costs, heads, at + 1, threads)
+        arguments = (q, k, v, k_scale, v_scale, tables, parts, tiles, out, factor, heads, size, window, begin, end)
+        done += _call(share, arguments)
+    return done
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@_parallel
 def store(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, size: Any) -> None:
     """Write new K/V [T, n_kv_head, head_dim], of the pool's dtype, to flat slots [T] of a layer's flat pool."""
     heads, dim = k.shape[1], k.shape[2]
@@ -765,7 +793,7 @@ def _quantise(x: Any, to: Any, at: Any, step: Any) -> Any:
     return scale
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@_parallel
 def store_int8(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, k_scale: Any, v_scale: Any, size: Any) -> None:
     """As `store`, from float32 to int8 with a scale a slot."""
     heads, dim = k.shape[1], k.shape[2]
@@ -779,10 +807,14 @@ def store_int8(k: Any, v: Any, slots: Any, to_k: Any, to_v: Any, k_scale: Any, v
             v_scale[row] = _quantise(v[t, head], to_v, row * width, 1)
 
 
-def warm_up(dtype: str) -> None:
+@cache
+def warm_up(dtype: str) -> Any:
     """Compile for a pool of this dtype, or load what an earlier process compiled.
 
     Nothing is compiled later: arrays of one row, which count as contiguous, would else get code of their own.
+
+    Returns:
+        What does one thread's part of `attend`; it must live as long as its `address` is used.
     """
     number, whole = numba.from_dtype(np.dtype(dtype)), types.int64
     pool, ints, scales = types.Array(number, 1, "C"), types.Array(whole, 1, "C"), types.Array(types.float32, 1, "C")
@@ -793,12 +825,9 @@ def warm_up(dtype: str) -> None:
         _compile(store_int8, types.void(rows, rows, ints, pool, pool, scales, scales, whole))
     else:
         _compile(store, types.void(new, new, ints, pool, pool, whole))
-    _compile(
-        attend,
-        types.void(
-            rows, pool, pool, scales, scales, tables, tiles, tiles, ints, out, types.float32, whole, whole, whole, whole
-        ),
-    )
+    before, after = (rows, pool, pool, scales, scales, tables, tiles, tiles), (out, types.float32, whole, whole, whole)
+    _compile(attend, whole(*before, ints, *after, whole, whole))
+    return numba.cfunc(whole(*before, *after, whole, whole), cache=True, error_model="numpy")(_attend_share)
 
 
 def _compile(function: Any, signature: Any) -> None:

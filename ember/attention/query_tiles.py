@@ -15,11 +15,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ember.attention.base import AttentionMetadata
+from ember.attention.cpu_kernel import TILE
 
 QUERY_TILE = 16
 """Most queries that share a pass over their keys: a tile's K/V stays in the cache while they do."""
-KEY_TILE = 64
-"""Positions that the kernel takes at a time, from position 0 on: what is shared is a number of them."""
 
 Ints = np.ndarray
 Group = tuple[list[int], int]
@@ -53,7 +52,7 @@ class QueryTiles:
         count = np.minimum(lengths[sequence] - offset, QUERY_TILE)
         parts = np.stack([sequence, starts[sequence] + offset, count, positions[sequence] + offset], 1)
         first = np.array([len(members) for members, _ in groups] + [1] * len(sequence)).cumsum()
-        shared = np.array([tiles * KEY_TILE for _, tiles in groups] + [0] * len(sequence))
+        shared = np.array([tiles * TILE for _, tiles in groups] + [0] * len(sequence))
         if together:
             own = np.stack([together, starts[together], lengths[together], positions[together]], 1)
             parts = np.concatenate([own, parts])
@@ -91,13 +90,13 @@ def _dealt(parts: Ints, num_parts: Ints, shared: Ints, num_threads: int) -> Quer
 
 def _groups(tables: Ints, block_size: int, positions: Ints, lengths: Ints) -> list[Group]:
     """Sequences with few queries each whose tables begin with the same blocks, for at least one tile of keys."""
-    last = (KEY_TILE - 1) // block_size
-    short = np.flatnonzero((lengths < QUERY_TILE) & (positions >= KEY_TILE))
+    last = (TILE - 1) // block_size
+    short = np.flatnonzero((lengths < QUERY_TILE) & (positions >= TILE))
     if len(short) < 2 or len(np.unique(tables[short, last])) == len(short):
         return []
     ordered = np.array(sorted(short, key=lambda sequence: tables[sequence].tobytes()))  # equal beginnings lie together
     same = (tables[ordered[1:]] == tables[ordered[:-1]]).cumprod(1).sum(1) * block_size
-    common = np.minimum(same, np.minimum(positions[ordered[1:]], positions[ordered[:-1]])) // KEY_TILE
+    common = np.minimum(same, np.minimum(positions[ordered[1:]], positions[ordered[:-1]])) // TILE
     return [group for group in _joined(ordered.tolist(), common.tolist(), lengths) if group[1]]
 
 

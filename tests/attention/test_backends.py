@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ember.attention import batched
+from ember.attention import batched, cpu_kernel
 from ember.attention.base import AttentionMetadata, make_backend
 from ember.attention.choice import resolve_attention
 from ember.cache.kv_pool import KVLayer, KVShape
@@ -281,3 +281,10 @@ def test_auto_is_the_fastest_there_is():
     assert resolve_attention("auto", torch.device("meta"), torch.float32) == "batched"
     with pytest.raises(ConfigError, match="attention=cpu"):
         resolve_attention("cpu", cpu, torch.float16)
+
+
+def test_a_thread_that_finds_no_memory_is_an_error(monkeypatch):
+    """Compiled threads can't raise: what one of them left out would pass for a result."""
+    monkeypatch.setattr(cpu_kernel, "attend", lambda *given: torch.get_num_threads() - 1)
+    with pytest.raises(MemoryError, match="attention"):
+        Case([(3, 70)], kv_heads=1, group=1, head_dim=8, block_size=4).run("cpu")
