@@ -33,14 +33,22 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def check_threads(num_threads: int | None) -> None:
-    """See that there are so many cores.
+def check_threads(num_threads: int | None, num_ranks: int = 1) -> None:
+    """See that there are so many cores, and a thread for each rank.
 
     Raises:
-        ConfigError: more threads than that would only wait for each other.
+        ConfigError: threads that would only wait for each other, or more than were asked for.
     """
+    if num_threads is not None and num_threads < num_ranks:
+        allowed = f"tensor_parallel_size={num_ranks} takes a thread a rank; set at least {num_ranks}, or null"
+        raise ConfigError("num_threads", num_threads, allowed)
     if num_threads is not None and num_threads > (cores := num_cores()):
         raise ConfigError("num_threads", num_threads, f"this process may use {cores} cores; set at most that, or null")
+
+
+def threads_of_a_rank(num_threads: int, num_ranks: int) -> int:
+    """How many threads each of so many ranks computes with, of `num_threads` in all."""
+    return max(1, num_threads // num_ranks)
 
 
 def use_threads(num_threads: int | None) -> None:

@@ -29,7 +29,7 @@ from ember.model.tokenizer_folder import load_tokenizer
 from ember.parallel.cut import Joining, check_ranks
 from ember.parallel.rank import RunnerSpec
 from ember.sampling_params import SamplingParams
-from ember.threads import check_threads
+from ember.threads import check_threads, threads_of_a_rank
 
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "merges.txt")
 """What of a model's folder its results depend on."""
@@ -66,7 +66,7 @@ class EnginePlan:
         Raises:
             UserError: no such model, an unsupported feature, a pool too small; one line.
         """
-        check_threads(config.num_threads)
+        check_threads(config.num_threads, config.tensor_parallel_size)
         folder = find_model(config.model.name, config.model.path)
         with folder.blamed():
             network = network_config(folder.path)
@@ -217,8 +217,9 @@ class EnginePlan:
     @property
     def num_threads(self) -> int:
         """Threads that compute on a CPU, on all ranks; known when an LLM is loaded."""
-        asked = self.config.num_threads
-        return torch.get_num_threads() * self.config.tensor_parallel_size if asked is None else asked
+        asked, num_ranks = self.config.num_threads, self.config.tensor_parallel_size
+        of_one = torch.get_num_threads() if asked is None else threads_of_a_rank(asked, num_ranks)
+        return of_one * num_ranks
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -17,7 +17,7 @@ from ember.model.weights import load_weights
 from ember.parallel.cut import Cutter, Joining, Share
 from ember.parallel.group import Group
 from ember.parallel.layers import TensorParallel
-from ember.threads import use_threads
+from ember.threads import threads_of_a_rank, use_threads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +69,7 @@ class RunnerSpec:
             ranks = TensorParallel(group, self.joining, self.network.vocab_size)
             device, cutter = group.device, Cutter(group.share, self.network, self.joining)
             shape = replace(shape, n_kv_head=shape.n_kv_head // self.num_ranks)
-            threads = max(1, (threads or torch.get_num_threads()) // self.num_ranks)
+            threads = threads_of_a_rank(threads or torch.get_num_threads(), self.num_ranks)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # where kernels are launched that are not told where
         use_threads(threads)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
+from queue import SimpleQueue
 
 import torch
 
@@ -13,6 +16,7 @@ from ember.parallel.group import Group
 from ember.parallel.messages import Join, Measure, Pool, Step
 from ember.parallel.rank import RunnerSpec
 from ember.parallel.workers import Workers
+from ember.threads import use_threads
 
 
 class ParallelRunner:
@@ -24,21 +28,22 @@ class ParallelRunner:
 
     def __init__(self, spec: RunnerSpec) -> None:
         self._num_ranks, self._over = spec.num_ranks, ""
-        self._workers = Workers(spec)
+        self._give_threads_back = weakref.finalize(self, use_threads, torch.get_num_threads())
+        self._workers = Workers(spec.num_ranks)
         try:
+            self._workers.start(spec)
             self._group: Group = spec.group(0)
             self._runner = spec.load(self._group)
             self._workers.wait_ready()
             self._workers.send(Join(self._group.invite()))
-            self._group.join()
+            _meet(self._group, self._workers)
         except (OSError, RuntimeError) as error:
             why = self._workers.lost() or f"rank 0: {type(error).__name__}: {error}"
-            self._workers.close()
+            self._let_go()
             raise UserError(self._line(why)) from error
         except BaseException:
-            self._workers.close()
+            self._let_go()
             raise
-        self._workers.when_one_ends(self._group.abort)
 
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
         """See `ModelRunner.execute`.
@@ -84,10 +89,41 @@ class ParallelRunner:
         self._runner.set_pool(num_blocks)
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks; torch has its threads back."""
         self._over = self._over or self._line("it is closed")
-        self._workers.close()
+        self._let_go()
         self._group.abort()
+
+    def _let_go(self) -> None:
+        self._workers.close()
+        self._give_threads_back()
 
     def _line(self, why: str) -> str:
         return f"tensor_parallel_size={self._num_ranks}: {' '.join(why.split())}"
+
+
+def _meet(group: Group, workers: Workers) -> None:
+    """Let the ranks meet; from now on the group is aborted when one ends.
+
+    Another thread waits for those that are to come: nothing else can end that wait before its time is over.
+
+    Raises:
+        RuntimeError: one has ended, or did not come.
+    """
+    outcome: SimpleQueue[Exception | None] = SimpleQueue()
+
+    def join() -> None:
+        try:
+            group.join()
+            outcome.put(None)
+        except Exception as error:
+            outcome.put(error)
+
+    def on_loss() -> None:
+        outcome.put(RuntimeError("a rank has ended"))
+        group.abort()
+
+    workers.when_one_ends(on_loss)
+    threading.Thread(target=join, daemon=True).start()
+    if (error := outcome.get()) is not None:
+        raise error

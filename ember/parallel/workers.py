@@ -26,11 +26,22 @@ _LOOK_EVERY_S = 0.02
 class Workers:
     """All of them. They end with this object, by `close`, and with this process, however that ends."""
 
-    def __init__(self, spec: RunnerSpec) -> None:
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
         self._workers: list[_Worker] = []
         self._end = weakref.finalize(self, _end, self._workers)
-        for rank in range(1, spec.num_ranks):
-            self._workers.append(_Worker(rank))
+
+    def start(self, spec: RunnerSpec) -> None:
+        """Have each load its part.
+
+        Raises:
+            UserError: one can't be started; those that are there go on until `close`.
+        """
+        for rank in range(1, self._num_ranks):
+            try:
+                self._workers.append(_Worker(rank))
+            except OSError as error:
+                raise self._failed(rank, f"can't be started: {error.strerror or error}") from error
             with contextlib.suppress(OSError):  # it has ended; `wait_ready` says why
                 self._workers[-1].send((spec, rank))
 
@@ -65,8 +76,11 @@ class Workers:
         for worker in self._workers:
             answers.append(answer := worker.answer())
             if isinstance(answer, Failed):
-                raise UserError(f"tensor_parallel_size={len(self._workers) + 1}: rank {worker.rank}: {answer.why}")
+                raise self._failed(worker.rank, answer.why)
         return answers
+
+    def _failed(self, rank: int, why: str) -> UserError:
+        return UserError(f"tensor_parallel_size={self._num_ranks}: rank {rank}: {why}")
 
     def when_one_ends(self, tell: Callable[[], None]) -> None:
         """Have `tell` called, by a thread, when one ends that was not to."""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -21,7 +22,8 @@ from ember import LLM, SamplingParams
 from ember.config import EngineConfig
 from ember.core.device_memory import PoolMeter
 from ember.entrypoints.plan import EnginePlan
-from ember.errors import JobError, UserError
+from ember.errors import ConfigError, JobError, UserError
+from ember.parallel import workers
 from ember.parallel.cut import Share
 from ember.parallel.group import Group
 from tests.core.test_device_memory import Large
@@ -109,6 +111,59 @@ def test_a_rank_that_does_not_start_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(UserError, match="tensor_parallel_size=2: rank 1: ended with exit code 1"):
         LLM(tensor_parallel_size=2, **ROOM)
+
+
+def test_what_can_not_be_started_is_one_line(monkeypatch):
+    """A traceback, with those that were started left to the garbage collector."""
+
+    def refuse(*words, **options):
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(workers.subprocess, "Popen", refuse)
+    with pytest.raises(UserError, match="tensor_parallel_size=2: rank 1: can't be started: Resource temporarily"):
+        LLM(tensor_parallel_size=2, **ROOM)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_lost_before_it_comes_is_noticed(monkeypatch):
+    """Rank 0 waited for it until its patience was over: ten minutes."""
+    invite = Group.invite
+
+    def invite_one_that_never_comes(group):
+        (rank,) = ranks_of(os.getpid())
+        os.kill(rank, signal.SIGSTOP)
+        threading.Timer(1.0, os.kill, (rank, signal.SIGKILL)).start()
+        return invite(group)
+
+    monkeypatch.setattr(Group, "invite", invite_one_that_never_comes)
+    begin = time.monotonic()
+    with pytest.raises(UserError, match="tensor_parallel_size=2: rank 1: killed by SIGKILL"):
+        LLM(tensor_parallel_size=2, **ROOM)
+    assert time.monotonic() - begin < 120
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_threads", [None, 2])
+def test_after_it_torch_has_its_threads_back(num_threads, monkeypatch):
+    """Rank 0 took its share of them and kept it: whatever came next had half of its threads."""
+    monkeypatch.setattr("ember.threads.num_cores", lambda: 8)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        with closing(LLM(tensor_parallel_size=2, num_threads=num_threads, **ROOM)) as llm:
+            assert torch.get_num_threads() == (num_threads or 4) // 2
+            assert llm.plan.num_threads == (num_threads or 4)
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_rank_takes_a_thread():
+    """One thread for two ranks: each took one, and the summary said one."""
+    with pytest.raises(
+        ConfigError, match="num_threads=1: tensor_parallel_size=2 takes a thread a rank; set at least 2"
+    ):
+        EnginePlan.resolve(EngineConfig(tensor_parallel_size=2, num_threads=1, device="cpu"))
 
 
 @pytest.mark.slow
