@@ -111,6 +111,7 @@ def make_engine(
     proposer=None,
     prefix_cache=True,
     digest=strong_digest,
+    plans_ahead=False,
 ):
     """An engine over the fake runner; `digest` is the prefix cache's."""
     scheduler = Scheduler(
@@ -120,7 +121,7 @@ def make_engine(
         max_num_batched_tokens=max_num_batched_tokens,
         proposer=proposer,
     )
-    return Engine(scheduler, runner or FakeRunner(block_size), Sampler())
+    return Engine(scheduler, runner or FakeRunner(block_size), Sampler(), plans_ahead=plans_ahead)
 
 
 def run_engine(engine, on_token=None, max_steps=10_000):

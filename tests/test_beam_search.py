@@ -13,7 +13,7 @@ from ember import LLM, SamplingParams
 from ember.beam_search import BeamSearch, best_continuations
 from ember.core.sequence import Sequence
 from ember.errors import ConfigError
-from tests.fakes import POLICIES, VOCAB, FakeRunner, make_engine, next_token, run_engine
+from tests.fakes import POLICIES, VOCAB, FakeRunner, continuation, make_engine, make_sequence, next_token, run_engine
 
 TOKENS = 7
 
@@ -99,8 +99,10 @@ def expected(width, prompt, max_tokens):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 14), (4, 4), (4, 40), (16, 1)])
 @pytest.mark.parametrize(("max_num_seqs", "budget"), [(8, 64), (2, 64), (1, 3), (8, 2)])
-@pytest.mark.parametrize("prefix_cache", [True, False])
-def test_searches_come_to_the_same_end_in_any_pool(policy, block_size, num_blocks, max_num_seqs, budget, prefix_cache):
+@pytest.mark.parametrize(("prefix_cache", "plans_ahead"), [(True, False), (False, False), (True, True)])
+def test_searches_come_to_the_same_end_in_any_pool(
+    policy, block_size, num_blocks, max_num_seqs, budget, prefix_cache, plans_ahead
+):
     """Beams that wait for each other's blocks for ever; K/V of one beam under another's tokens."""
     engine = make_engine(
         policy,
@@ -109,14 +111,17 @@ def test_searches_come_to_the_same_end_in_any_pool(policy, block_size, num_block
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         prefix_cache=prefix_cache,
+        plans_ahead=plans_ahead,
         runner=FakeRunner(block_size),
     )
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7]]
     families = [beams_of(4, prompt=p, max_tokens=6, first_id=10 * i) for i, p in enumerate(prompts)]
     members = [leader.family for leader in families]
-    for leader in families:
+    plain = make_sequence(50, 4, 8)
+    for leader in (families[0], plain, families[1]):
         engine.add(leader)
     run_engine(engine)
+    assert plain.output_token_ids == continuation(plain.token_ids[:4], 8)
     for family, prompt in zip(members, prompts, strict=True):
         assert [beam.output_token_ids for beam in family] == expected(4, prompt, 6)
     assert engine.scheduler.blocks.num_used == 0

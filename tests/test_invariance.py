@@ -14,6 +14,7 @@ import sys
 import pytest
 
 from ember import LLM, SamplingParams
+from ember.core.engine import Engine
 from tests.fakes import POLICIES
 
 LENGTHS = [1, 16, 17, 5, 31, 32, 33, 2, 48, 100, 7, 298]
@@ -241,6 +242,20 @@ def test_speculative_ngram(settings, baseline):
     """The setting itself, on text that repeats its prompt now and then."""
     _, steps = run(baseline, speculative="ngram", **settings)
     assert sum(s.num_proposed_tokens for s in steps) > sum(s.num_accepted_tokens for s in steps) > 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool_size": "368tok", "max_num_batched_tokens": 64}], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_planning_ahead(policy, settings, baseline, monkeypatch):
+    """Steps planned before the last one's tokens are there, as on a GPU."""
+
+    def engine(*parts, plans_ahead):
+        assert not plans_ahead, "a CPU computes at once: there is nothing to wait for"
+        return Engine(*parts, plans_ahead=True)
+
+    monkeypatch.setattr("ember.entrypoints.llm.Engine", engine)
+    _, steps = run(baseline, scheduler=policy, **settings)
+    assert bool(settings) == bool(sum(s.num_preempted for s in steps)) or policy == "static"
 
 
 FRESH = """

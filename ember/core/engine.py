@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import perf_counter
 from typing import Protocol
 
@@ -27,6 +28,9 @@ OnToken = Callable[[int, int], str | None]
 
 Failures = dict[Sequence, RequestError]
 
+NOT_YET = -1
+"""Stands for a token that is drawn at this moment. Planning counts tokens, it does not look at the last one."""
+
 
 class Runner(Protocol):
     """What computes a step; the model runner, or a fake in tests."""
@@ -36,12 +40,18 @@ class Runner(Protocol):
 
 
 class Engine:
-    """Ties scheduler, model runner and sampler together, a step at a time."""
+    """Ties scheduler, model runner and sampler together, a step at a time.
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler) -> None:
+    With `plans_ahead` a step is planned while the device computes the one before it, as if no token drawn there would
+    end its sequence; those that it did end are left out then. Who runs in which step changes no token.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, sampler: Sampler, *, plans_ahead: bool = False) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.sampler = sampler
+        self.plans_ahead = plans_ahead and scheduler.proposer is None  # proposals follow from the tokens
+        self._planned: SchedulerOutput | None = None
         self._sequences: dict[int, Sequence] = {}
         self._num_steps = 0
         self._born_s = perf_counter()
@@ -88,7 +98,7 @@ class Engine:
     def step(self, on_token: OnToken | None = None) -> StepOutput:
         """Schedule, compute, sample; finished sequences leave and free their blocks."""
         begin = perf_counter()
-        plan = self.scheduler.schedule()
+        plan = self._plan()
         scheduled = perf_counter()
         for sequence in plan.admitted:
             sequence.admitted_s = scheduled if sequence.admitted_s is None else sequence.admitted_s
@@ -107,8 +117,35 @@ class Engine:
         stats.num_accepted_tokens = sum(s.num_accepted for s in plan.scheduled)
         stats.num_finished = len(out.finished)
         stats.start_s, stats.duration_s = begin - self._born_s, perf_counter() - begin
-        stats.schedule_s, stats.model_s = scheduled - begin, computed - scheduled
+        stats.schedule_s, stats.model_s = stats.schedule_s + scheduled - begin, computed - scheduled
         return out
+
+    def _plan(self) -> SchedulerOutput:
+        """What was planned ahead, less what has ended since; if there is nothing, the step is planned now."""
+        planned, self._planned = self._planned, None
+        if planned is None:
+            return self.scheduler.schedule()
+        planned.scheduled = [s for s in planned.scheduled if s.sequence.status is SequenceStatus.RUNNING]
+        if planned.scheduled:
+            return planned
+        plan = self.scheduler.schedule()
+        plan.preempted += planned.preempted
+        return plan
+
+    def _plan_ahead(self, drawing: list[Sequence], stats: StepStats) -> None:
+        """Plan the next step while tokens are drawn; all is counted as it will be when they are there."""
+        begin = perf_counter()
+        going = [s for s in drawing if s.num_output_tokens + 1 < s.max_tokens]
+        for sequence in going:
+            sequence.token_ids.append(NOT_YET)
+        try:
+            self._planned = self.scheduler.schedule()
+        finally:
+            for sequence in going:
+                sequence.token_ids.pop()
+        took = perf_counter() - begin
+        stats.schedule_s += took
+        stats.sample_s -= took
 
     def _compute(self, scheduled: list[ScheduledSequence]) -> tuple[torch.Tensor, Failures]:
         """The step's logits. A step that runs out of memory is done in halves; what fails alone is named."""
@@ -129,10 +166,12 @@ class Engine:
         halves = [logits for logits, _ in (first, second) if len(logits)]
         return torch.cat(halves) if halves else torch.empty(0), first[1] | second[1]
 
-    def _sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+    def _sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], meanwhile: Callable[[], None] | None
+    ) -> list[int | RequestError]:
         """One token or error a sequence. If sampling the batch fails, each row is tried alone, to lose only its own."""
         try:
-            out = self.sampler.sample(logits, sequences)
+            out = self.sampler.sample(logits, sequences, *([] if meanwhile is None else [meanwhile]))
         except Exception:
             logging.getLogger(__name__).warning("sampling a batch failed; trying row by row", exc_info=True)
             alone = [self._sample_alone(logits[i : i + 1], s) for i, s in enumerate(sequences)]
@@ -164,7 +203,9 @@ class Engine:
                 return
             begin = perf_counter()
             rows = [row + ahead for _, row in drawing]
-            tokens = self._sample(_rows(logits, rows), [s.sequence for s, _ in drawing])
+            sequences = [s.sequence for s, _ in drawing]
+            meanwhile = partial(self._plan_ahead, sequences, out.stats) if self.plans_ahead else None
+            tokens = self._sample(_rows(logits, rows), sequences, meanwhile)
             out.stats.sample_s += perf_counter() - begin
             for (s, _), token in zip(drawing, tokens, strict=True):
                 self._take(s.sequence, token, out, on_token)

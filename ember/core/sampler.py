@@ -8,6 +8,7 @@ what is left, as in vLLM's sampler. The kept probabilities are cut at the row's 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,8 +44,13 @@ class Sampler:
     """Draws the token that follows each sequence."""
 
     @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> SamplerOutput:
-        """From logits [R, vocab_size]; an error where a row's logits leave nothing to draw."""
+    def sample(
+        self, logits: torch.Tensor, sequences: list[Sequence], meanwhile: Callable[[], object] | None = None
+    ) -> SamplerOutput:
+        """From logits [R, vocab_size]; an error where a row's logits leave nothing to draw.
+
+        `meanwhile` is called when all is launched that the tokens are waited for.
+        """
         if not sequences:
             return SamplerOutput([])
         if logits.device.type == "mps":  # no float64 there
@@ -52,14 +58,16 @@ class Sampler:
         adjusting = [i for i, s in enumerate(sequences) if s.adjusts_logits]
         asking = [i for i, s in enumerate(sequences) if s.num_logprobs is not None]
         adjusted, failed = adjust(logits, sequences, adjusting) if adjusting else (logits, {})
-        tokens = _choose(adjusted, sequences)
+        tokens = _choose(adjusted, sequences, meanwhile)
         _blame(tokens, logits, sequences)
         for i, error in failed.items():
             tokens[i] = error
         return SamplerOutput(tokens, _logprobs(logits, asking, tokens, sequences) if asking else {})
 
 
-def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | RequestError]:
+def _choose(
+    logits: torch.Tensor, sequences: list[Sequence], meanwhile: Callable[[], object] | None
+) -> list[int | RequestError]:
     """All on the logits' device, which nothing waits for but the chosen tokens at the end."""
     tokens = _argmax(logits)
     best = logits.gather(1, tokens[:, None])[:, 0]
@@ -69,7 +77,10 @@ def _choose(logits: torch.Tensor, sequences: list[Sequence]) -> list[int | Reque
         rows = drawing[begin : begin + tile]
         at = upload(rows, torch.long, logits.device)
         tokens[at] = _draw(logits[at], [sequences[i] for i in rows])
-    found = zip(*_read(torch.stack([tokens.double(), best.double()])), sequences, strict=True)
+    chosen = torch.stack([tokens.double(), best.double()])
+    if meanwhile is not None:
+        meanwhile()
+    found = zip(*_read(chosen), sequences, strict=True)
     return [int(token) if math.isfinite(value) else _nothing_to_draw(value, s) for token, value, s in found]
 
 

@@ -87,7 +87,8 @@ class LLM:
             prefill_share=config.prefill_share,
             proposer=make_proposer(config),
         )
-        self.engine = Engine(scheduler, self._runner, Sampler())
+        waits_late = plan.device.type == "cuda" and spec.num_ranks == 1  # several ranks wait for each step's end
+        self.engine = Engine(scheduler, self._runner, Sampler(), plans_ahead=waits_late)
         self._outputs = OutputProcessor(plan.tokenizer, plan.tokenizer.special)
         self._structured_output = plan.structured_output()
         self._live: dict[int, LiveRequest] = {}

@@ -246,9 +246,10 @@ def check_stats(engine, stats, scheduled):
     seqs=st.integers(1, 6),
     shared=st.sampled_from([0, 0, 5, 15]),
     digest=st.sampled_from([strong_digest, lambda data: bytes([sum(data) % 2])]),
+    plans_ahead=st.booleans(),
 )
 def test_any_schedule_gives_the_same_tokens_and_true_statistics(
-    policy, seed, block_size, spare, budget, seqs, shared, digest
+    policy, seed, block_size, spare, budget, seqs, shared, digest, plans_ahead
 ):
     """Blocks mixed up, K/V of other tokens reused, positions off by one: the fake network reads its slots."""
     random_ = random.Random(seed)
@@ -259,6 +260,7 @@ def test_any_schedule_gives_the_same_tokens_and_true_statistics(
         max_num_seqs=seqs,
         max_num_batched_tokens=budget,
         digest=digest,
+        plans_ahead=plans_ahead,
     )
     sequences = []
     for i in range(random_.randint(1, 9)):

@@ -46,9 +46,10 @@ def prompt_of(number, length):
     prefix_cache=st.booleans(),
     rows=st.lists(st.tuples(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=4),
     given_up=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 19)), max_size=3),
+    plans_ahead=st.booleans(),
 )
 def test_a_sample_is_the_same_in_any_company(
-    policy, block_size, spare, max_num_seqs, budget, prefix_cache, rows, given_up
+    policy, block_size, spare, max_num_seqs, budget, prefix_cache, rows, given_up, plans_ahead
 ):
     """A block counted free while shared, K/V of one sample under another's, a fork that waits for ever or twice."""
     engine = make_engine(
@@ -58,6 +59,7 @@ def test_a_sample_is_the_same_in_any_company(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         prefix_cache=prefix_cache,
+        plans_ahead=plans_ahead,
     )
     samples = []
     for number, (length, max_tokens, num_samples) in enumerate(rows):
