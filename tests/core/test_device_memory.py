@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ember import LLM, SamplingParams
-from ember.config import EngineConfig
+from ember.config import EngineConfig, JobConfig
 from ember.core.device_memory import PoolMeter
 from ember.core.hardware import pool_bytes
 from ember.core.largest_step import largest_step
+from ember.dry_run import show_engine
 from ember.entrypoints.plan import EnginePlan
 from ember.errors import ConfigError, UserError
 from tests.fakes import golden
@@ -174,3 +175,7 @@ def test_a_gpu_is_measured_unless_the_size_is_said(monkeypatch, capsys):
     assert auto.meter is not None
     assert auto.runner_spec().num_blocks == 1
     assert EnginePlan.resolve(EngineConfig(), 3).meter == PoolMeter(num_sharing=3)
+    job = JobConfig(data="none.jsonl")
+    for plan in (asked, auto):
+        show_engine(job, plan)
+        assert ("at most: the job runs its largest step" in capsys.readouterr().out) == (plan is auto)
