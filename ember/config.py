@@ -69,6 +69,8 @@ _TEXTS = (
     "served_model",
     "report_sort",
 )
+_TAKEN_AS_TEXT = ("pool_size", "speculative", "chat_date")
+"""What is typed like a number, a bool or a date is meant as text there."""
 _OF_ANY_ENGINE = ("model", "seed", "chat_template_kwargs")
 """What of EngineConfig a job against a server has a use for, or a check of its own."""
 _CHAT_TEXTS = ("messages_column", "system")
@@ -84,6 +86,7 @@ class ModelConfig:
     path: str | None = None
 
     def __post_init__(self) -> None:
+        _check_types(self)
         if self.path is not None and not self.path.strip():
             raise ConfigError("path", repr(self.path), "must be a folder or a Hub repo id")
 
@@ -127,6 +130,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if isinstance(self.model, str):
             raise ConfigError("model", self.model, "must be a ModelConfig; use ModelConfig(name=...) or (path=...)")
+        _check_types(self)
         one_of("dtype", self.dtype, DTYPES)
         one_of("weights", self.weights, WEIGHTS)
         one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
@@ -342,6 +346,17 @@ def _check_input(config: JobConfig) -> None:
         if given:
             key = given[0]
             raise ConfigError(key, getattr(config, key), "format=openai_batch has its own prompt, id and sampling")
+
+
+def _check_types(config: EngineConfig | ModelConfig) -> None:
+    """What Python hands over is not checked by a schema, as what YAML and the command line hold is."""
+    for f in fields(config):
+        key, value = f.name, getattr(config, f.name)
+        if f.type in ("str", "str | None") and key not in _TAKEN_AS_TEXT:
+            if not isinstance(value, str) and (value is not None or f.type == "str"):
+                raise ConfigError(key, value, "must be text")
+        elif f.type == "dict[str, str]" and not isinstance(value, dict):
+            raise ConfigError(key, value, "must map names to texts")
 
 
 def _whole_numbers(config: EngineConfig, ranges: dict[str, tuple[int, int]]) -> None:

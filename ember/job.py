@@ -222,7 +222,7 @@ class Job:
         return self.interrupts.at_once or (self._deadline_s is not None and time.perf_counter() > self._deadline_s)
 
     def _record(self, outputs: list[RequestOutput], step: StepOutput) -> None:
-        self._recorder.steps(self.config.shard or 0, [step.stats], len(step.tokens))
+        self._recorder.steps(self.config.shard or 0, [step.stats], step.num_sampled)
         for output in outputs:
             self._write(output)
         self._recorder.tick(step.stats)

@@ -221,3 +221,13 @@ def test_what_only_a_search_heeds_is_refused_without_one(settings):
     with pytest.raises(ConfigError, match=f"^{next(iter(settings))}=.*beam_width"):
         SamplingParams(**settings)
     assert SamplingParams(beam_width=2, **settings).ranked
+
+
+def test_tokens_of_beams_count_while_they_run():
+    """The bar stood at 0 tokens a second for as long as a job had nothing but searches."""
+    llm = LLM(device="cpu", pool_size="2048tok")
+    assert llm.add(0, "The sea", SamplingParams(beam_width=3, max_tokens=5)) is None
+    sampled = []
+    while llm.engine.num_unfinished:
+        sampled.append(llm.step()[1].num_sampled)
+    assert sampled == [3] * 5

@@ -9,7 +9,7 @@ import json
 import pytest
 
 from ember.cache.kv_pool import KVShape, num_blocks_for
-from ember.config import EngineConfig, JobConfig
+from ember.config import EngineConfig, JobConfig, ModelConfig
 from ember.errors import ConfigError, UserError
 from ember.model.json_file import show
 from ember.sampling_params import SamplingParams
@@ -91,3 +91,16 @@ def test_a_size_of_zero_is_shown_as_given() -> None:
     """`pool_size="0"`: nobody had written quotes."""
     with pytest.raises(ConfigError, match=r"^pool_size=0: must be"):
         EngineConfig(pool_size="0")
+
+
+def test_what_is_no_text_is_refused_by_name():
+    """JobConfig(report_sort=["kv_utilization"]) was a TypeError, out of the report's depths."""
+    for config, given in ((JobConfig, {"data": "p.jsonl"}), (ModelConfig, {})):
+        texts = [f.name for f in dataclasses.fields(config) if f.type in ("str", "str | None")]
+        assert texts
+        for key in texts:
+            with pytest.raises(ConfigError, match=rf"^{key}="):
+                config(**given, **{key: ["x"]})
+    for key in ("schema", "sampling_columns"):
+        with pytest.raises(ConfigError, match=f"{key}=5: must map names to texts"):
+            JobConfig(data="p.jsonl", **{key: 5})

@@ -107,8 +107,17 @@ class TokenEvent:
 
 @dataclass(slots=True)
 class StepOutput:
-    """Tokens of one step, each request's in order, the sequences it finished, and its statistics."""
+    """Tokens of one step, each request's in order, the sequences it finished, and its statistics.
+
+    Beams' tokens are no events, as most are not kept: they are only counted.
+    """
 
     tokens: list[TokenEvent]
     finished: list[Sequence]
     stats: StepStats
+    num_beam_tokens: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        """All tokens, beams' too."""
+        return len(self.tokens) + self.num_beam_tokens

@@ -227,6 +227,7 @@ class Engine:
             if not search.offer(beam.sample_index, logits[row]):
                 self._end(beam.beams, RequestError("bad_logits", "the network's logits are not finite numbers"), out)
             elif search.complete:
+                out.num_beam_tokens += len(beam.beams)
                 if moves := search.advance():
                     self.scheduler.branch(beam.beams, moves)
                 else:

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -69,8 +70,7 @@ async def _serve(config: ServerConfig) -> int:
 
     _check_extra()
     plan = EnginePlan.resolve(config)
-    with listen(config.host, config.port) as bound:
-        llm = LLM.from_plan(plan)
+    with listen(config.host, config.port) as bound, closing(LLM.from_plan(plan)) as llm:
         metrics = Metrics(llm)
         engine = AsyncEngine(llm, max_open=config.choice_limits.most_open)
         app = ApiServer(config, plan, engine, metrics).app()

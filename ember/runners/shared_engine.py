@@ -68,7 +68,7 @@ class SharedEngine:
             return
         outputs, step = self._llm.step()
         self._stats.append(step.stats)
-        self._num_sampled += len(step.tokens)
+        self._num_sampled += step.num_sampled
         for output in outputs:
             self._finish(output)
 

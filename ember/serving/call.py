@@ -28,7 +28,7 @@ MAX_MESSAGES = 16_384
 """Each costs the template its time, also where it has no text."""
 _OWN = ("model", "prompt", "messages", "stream", "stream_options", "echo", "return_token_ids", "user")
 _OWN_OF_CHAT = ("continue_final_message", "add_generation_prompt", "chat_template_kwargs")
-_OWN_OF_TEMPLATES = ("messages", "add_generation_prompt")
+OWN_OF_TEMPLATES = ("messages", "add_generation_prompt")
 """Variables of a chat template that follow from the request."""
 
 
@@ -178,7 +178,7 @@ def _template_kwargs(given: dict[str, Any]) -> dict[str, Any]:
     kwargs = given.get("chat_template_kwargs", {})
     if not isinstance(kwargs, dict):
         raise _wrong("chat_template_kwargs", "must be an object of the chat template's variables")
-    for name in _OWN_OF_TEMPLATES:
+    for name in OWN_OF_TEMPLATES:
         if name in kwargs:
             raise _wrong("chat_template_kwargs", f"may not hold {name}, which follows from the request")
     return kwargs

@@ -90,7 +90,7 @@ class EngineTotals:
 
     def add(self, step: StepOutput) -> None:
         """Count a step."""
-        self._sums["generation_tokens"] += len(step.tokens)
+        self._sums["generation_tokens"] += step.num_sampled
         self._sums["engine_steps"] += 1
         for name in ("preemptions", "prefill_tokens", "recomputed_tokens", "prefix_hit_tokens"):
             self._sums[name] += getattr(step.stats, _SUMS[name][0])

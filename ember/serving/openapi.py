@@ -7,7 +7,7 @@ from typing import Any
 import ember
 from ember.checks import MOST
 from ember.entrypoints.plan import EnginePlan
-from ember.serving.call import MAX_LOGPROBS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS
+from ember.serving.call import MAX_LOGPROBS, MAX_MESSAGES, MAX_STOP_CHARS, MAX_STOPS, OWN_OF_TEMPLATES
 from ember.serving.settings import ServerConfig
 
 Schema = dict[str, Any]
@@ -74,9 +74,8 @@ def _chat(config: ServerConfig, plan: EnginePlan, model: str) -> Schema:
     }
     kwargs = {
         "type": ["object", "null"],
-        "properties": {"enable_thinking": {"type": "boolean"}},
-        "additionalProperties": False,
-        "description": "variables of the chat template, of any name that it has",
+        "propertyNames": {"not": {"enum": list(OWN_OF_TEMPLATES)}},
+        "description": "variables of the chat template, of any name that it has (enable_thinking, ...)",
     }
     own = {"messages": messages, "chat_template_kwargs": kwargs}
     return {**own, **_common(config, plan, model), "logprobs": _flag()}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 
+from ember.entrypoints.llm import LLM
 from ember.entrypoints.serve import serve
 from ember.errors import UserError
+from ember.model.chat_template import ChatTemplate
+from ember.serving.http_server import HttpServer
 from ember.serving.settings import ServerConfig
 from tests.serving.conftest import RunningServer
 
@@ -86,6 +92,23 @@ def small():
 
 
 @pytest.mark.serve
+def test_strangers_are_expected_and_the_model_is_closed(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conversation on which the template runs for ever stopped all others; other ranks outlived the server."""
+    order = []
+
+    async def run(self: HttpServer, observer: object) -> int:
+        order.append("serves")
+        return 0
+
+    monkeypatch.setattr(sys, "setswitchinterval", lambda seconds: None)
+    monkeypatch.setattr(gc, "freeze", lambda: None)
+    monkeypatch.setattr(ChatTemplate, "serve_strangers", lambda self: order.append("expects strangers"))
+    monkeypatch.setattr(LLM, "close", lambda self: order.append("closed"))
+    monkeypatch.setattr(HttpServer, "run", run)
+    assert serve([f"model={chat_model}", "port=0", "max_model_len=256", "pool_size=512"]) == 0
+    assert order == ["expects strangers", "serves", "closed"]
+
+
 def test_without_the_key_only_health_answers(small: RunningServer) -> None:
     assert ask(small, "/health")[0] == 200
     for path in ("/v1/models", "/metrics", "/openapi.json", "/none"):
