@@ -47,9 +47,11 @@ LEVELS = {
     "ember.dry_run": 8,
     "ember.fingerprint": 7,
     "ember.claim": 8,
+    "ember.report": 7,
     "ember.job": 9,
     "ember.launch": 10,
     "ember.run": 11,
+    "ember.entrypoints.verbs": 9,
     "ember.entrypoints.cli": 12,
 }
 """A module imports from its own level or below; a name stands for everything under it that has none of its own."""

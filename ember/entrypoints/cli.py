@@ -6,14 +6,12 @@ import sys
 from collections.abc import Sequence
 
 import ember
-from ember.entrypoints.export import EXPORT
+from ember.entrypoints.verbs import OF_OUTPUTS
 from ember.interrupt import or_interrupted
 from ember.launch.help import HELP
 from ember.launch.outcome import CLEAN, MISTAKE
-from ember.report.verbs import INSPECT, REPORT, TOP
 
-_OF_OUTPUTS = {verb.name: verb for verb in (EXPORT, INSPECT, REPORT, TOP)}
-VERBS = ("run", "plan", "serve", *_OF_OUTPUTS, "version")
+VERBS = ("run", "plan", "serve", *OF_OUTPUTS, "version")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +31,8 @@ def _run(words: list[str]) -> int:
         from ember.entrypoints.serve import serve
 
         return serve(words)
-    if verb in _OF_OUTPUTS:
-        return _OF_OUTPUTS[verb](words)
+    if verb in OF_OUTPUTS:
+        return OF_OUTPUTS[verb](words)
     if verb not in ("run", "plan"):
         print(
             f"error: {verb}: no such verb (there are: {', '.join(VERBS)}); settings are written key=value, "

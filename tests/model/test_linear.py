@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -15,7 +11,7 @@ from torch.nn.functional import gelu, relu
 
 from ember.model.linear import PackedLinear, PlainLinear, make_linear, narrowest
 from ember.model.packed_matrix import PackedMatrix
-from ember.model.processor import vector_lanes
+from tests.model.other_processor import outputs_here_and_there
 
 CPU_FLOAT = {"none": lambda x: x, "gelu_new": lambda x: gelu(x, approximate="tanh"), "gelu": gelu, "relu": relu}
 
@@ -58,24 +54,8 @@ def test_every_sum_is_a_chain_of_fused_multiply_adds():
 
 def test_the_bits_do_not_follow_the_width_of_the_vectors(tmp_path):
     """A laptop without AVX-512 and a server with it must make the same rows."""
-    code = """
-import numpy, sys, torch
-from ember.model import processor
-processor.vector_lanes = lambda: int(sys.argv[1])
-from ember.model.linear import make_linear
-rng = torch.Generator().manual_seed(0)
-x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 800), (100, 800), (100,)))
-numpy.save(sys.argv[2], make_linear(weight, bias, "gelu_new")(x).numpy())
-"""
-    other, file = "8" if vector_lanes() == 16 else "16", str(tmp_path / "y.npy")
-    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, other, file], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rng = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 800), (100, 800), (100,)))
-    assert np.array_equal(np.load(file), make_linear(weight, bias, "gelu_new")(x).numpy())
+    here, there = outputs_here_and_there("make_linear(weight, bias, 'gelu_new')", 800, tmp_path)
+    assert np.array_equal(here, there)
 
 
 def test_no_rows_are_fine():

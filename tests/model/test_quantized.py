@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
 
-from ember.model.processor import vector_lanes
 from ember.model.quantized import Int8Linear, levels
+from tests.model.other_processor import outputs_here_and_there
 
 BITS = pytest.mark.parametrize("bits", [16, 8])
 SHAPES = [(1, 1), (16, 4), (40, 769), (33, 1537), (100, 3073), (7, 5001)]
@@ -91,22 +87,5 @@ def test_no_rows_are_fine():
 @pytest.mark.slow
 def test_other_instructions_give_the_same_bits(tmp_path, bits):
     """A processor without AVX2 or with AVX-512: no instruction for two or four products, vectors of another width."""
-    code = """
-import numpy, sys, torch
-from ember.model import processor
-processor.vector_lanes, processor.pair_instruction = lambda: int(sys.argv[1]), lambda lanes: None
-processor.quad_instruction = lambda lanes: None
-from ember.model.quantized import Int8Linear
-rng = torch.Generator().manual_seed(0)
-x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 1700), (100, 1700), (100,)))
-numpy.save(sys.argv[2], Int8Linear(weight, bias, "gelu_new", int(sys.argv[3]))(x).numpy())
-"""
-    other, file = "8" if vector_lanes() == 16 else "16", str(tmp_path / "y.npy")
-    env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, other, file, str(bits)], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rng = torch.Generator().manual_seed(0)
-    x, weight, bias = (torch.randn(*shape, generator=rng) for shape in ((37, 1700), (100, 1700), (100,)))
-    assert np.array_equal(np.load(file), Int8Linear(weight, bias, "gelu_new", bits)(x).numpy())
+    here, there = outputs_here_and_there(f"Int8Linear(weight, bias, 'gelu_new', {bits})", 1700, tmp_path)
+    assert np.array_equal(here, there)

@@ -1,4 +1,4 @@
-"""The verbs that look at an output: `ember inspect`, `ember top`, `ember report`. pyarrow is slow to import: later."""
+"""The verbs of outputs: `ember export`, `inspect`, `top`, `report`. What they do is slow to import: later."""
 
 from __future__ import annotations
 
@@ -7,6 +7,26 @@ from argparse import Namespace
 from ember.entrypoints.verb import Verb, VerbParser
 
 _OF_A_JOB = "the output of a job: a folder or a URL"
+
+
+def _export_options(parser: VerbParser) -> None:
+    parser.add_argument("--to", required=True, metavar="FILE", help="a local file; its ending says the format")
+    parser.add_argument("--format", choices=("jsonl", "parquet", "csv", "openai_batch"), help="instead of the ending's")
+    parser.add_argument(
+        "--order", choices=("input", "as_written"), default="input", help="of the rows; by default that of the input"
+    )
+    parser.add_argument("--force", action="store_true", help="replace FILE if it is there")
+    parser.add_argument("--partial", action="store_true", help="go on although rows are missing")
+
+
+def _export(parser: VerbParser, words: Namespace) -> None:
+    from ember.data.export import export
+
+    done = export(
+        words.output, words.to, order=words.order, form=words.format, force=words.force, partial=words.partial
+    )
+    missing = f" ({done.num_missing:,} rows are missing)" if done.num_missing else ""
+    print(f"{done.num_rows:,} rows in {words.to}{missing}")
 
 
 def _inspect_options(parser: VerbParser) -> None:
@@ -47,6 +67,13 @@ def _report(parser: VerbParser, words: Namespace) -> None:
     print(report(words.output, sort=words.sort, to=words.to))
 
 
+EXPORT = Verb(
+    name="export",
+    description="Write the completions of an output, of all its shards, into one file; it appears when it is whole.",
+    output=_OF_A_JOB,
+    options=_export_options,
+    run=_export,
+)
 INSPECT = Verb(
     name="inspect",
     description="Show what an output holds: counts, errors, a few completions, settings, files.",
@@ -68,3 +95,4 @@ REPORT = Verb(
     options=_report_options,
     run=_report,
 )
+OF_OUTPUTS = {verb.name: verb for verb in (EXPORT, INSPECT, REPORT, TOP)}
