@@ -122,3 +122,9 @@ def test_sample_prompts_have_ids_topics_and_varied_lengths() -> None:
 def test_every_prompt_file_has_its_licence_named() -> None:
     notes = (JOBS / "prompts" / "README.md").read_text(encoding="utf-8")
     assert all(f"`{path.name}`" in notes for path in (JOBS / "prompts").glob("*.jsonl"))
+
+
+def test_readmes_lines_are_short():
+    """Prose that had grown past what an editor shows; rows of tables can't be broken."""
+    lines = (JOBS.parent / "README.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
