@@ -69,7 +69,7 @@ _TEXTS = (
     "served_model",
     "report_sort",
 )
-_TAKEN_AS_TEXT = ("pool_size", "speculative", "chat_date")
+_TAKEN_AS_TEXT = ("pool_size", "speculative", "chat_date", "cuda_graphs")
 """What is typed like a number, a bool or a date is meant as text there."""
 _OF_ANY_ENGINE = ("model", "seed", "chat_template_kwargs")
 """What of EngineConfig a job against a server has a use for, or a check of its own."""
