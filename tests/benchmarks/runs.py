@@ -130,13 +130,14 @@ class Bench:
         self.run([Request(r.prompt[:32], 4) for r in requests[:WARM_UP]])
 
     def run(self, requests: Seq[Request]) -> Run:
-        """All requests at once, EOS ignored.
+        """All requests at once, EOS ignored, with nothing in the prefix cache that an earlier run left there.
 
         Raises:
             RuntimeError: a request could not run, or got another number of tokens than asked.
         """
         self._attention.reset()
         self._network.reset()
+        self.llm.reset_prefix_cache()
         begin = perf_counter()
         for index, request in enumerate(requests):
             params = SamplingParams(max_tokens=request.out, ignore_eos=True, temperature=request.temperature)

@@ -141,6 +141,13 @@ def test_the_split_covers_the_whole_run():
     assert [len(tokens) for tokens in run.tokens] == [4, 2]
 
 
+def test_a_second_run_finds_nothing_of_the_first():
+    """Prompts found in the prefix cache would make all rounds but the first look faster than any job is."""
+    bench, requests = Bench("tiny", max_num_seqs=2), [Request(list(range(40)), 3), Request(list(range(50, 90)), 3)]
+    for _ in range(2):
+        assert sum(step.num_prefill_tokens for step in bench.run(requests).steps) == 80
+
+
 def test_a_run_with_a_wrong_number_of_tokens_is_refused():
     """A peer that stops early looks fast."""
     with pytest.raises(RuntimeError, match="1 of 2 requests have a wrong length: request 1 got 1 tokens, not 2"):

@@ -7,7 +7,8 @@
 
 Each engine runs in a process and environment of its own, loads once, warms up, and then takes turns with the others, so
 that whatever else the machine does hits all alike. `ember is` is ember's speed over the peer's: the median of the
-rounds. `same` counts the requests whose tokens are all as ember's. Each run's seconds go to stderr as they come.
+rounds. `same` counts the requests whose tokens are all as ember's. Each run's seconds go to stderr as they come. Every
+round begins with an empty prefix cache, but for "openvino prefix cache", which can't be told to: take `--repeat 1`.
 """
 
 from __future__ import annotations

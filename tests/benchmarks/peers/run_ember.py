@@ -14,6 +14,7 @@ def load(options: dict[str, Any]) -> tuple[str, Run]:
     llm = LLM(options["model"], **options["settings"])
 
     def run(requests: Requests) -> list[list[int]]:
+        llm.reset_prefix_cache()  # each round is a job of its own
         params = [SamplingParams(max_tokens=r["out"], ignore_eos=True) for r in requests]
         return [output.token_ids for output in llm.generate([r["prompt"] for r in requests], params)]
 
