@@ -33,6 +33,6 @@ def load_tokenizer(folder: Path, *, gpt2s_by_default: bool = True) -> Tokenizer:
         settings = folder / "tokenizer_config.json"
         if not is_plain(data, read_json_object(settings) if settings.exists() else {}):
             return LibraryTokenizer(data, TokenizerSettings.from_folder(folder), str(path))
-    if not gpt2s_by_default and not (folder / "vocab.json").exists():
+    elif not gpt2s_by_default and not (folder / "vocab.json").exists():
         raise UserError(f"{folder}: has no tokenizer.json; a model of this kind needs one")
     return BytePairTokenizer(Vocabulary.from_folder(folder))

@@ -5,6 +5,7 @@ python -m tests.benchmarks.models
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -86,7 +87,22 @@ def random_model(name: str) -> Path:
 
         torch.manual_seed(0)
         RANDOM[name]().float().save_pretrained(folder)
+    if name != RANDOM_GPT2 and not (folder / "tokenizer.json").exists():
+        _write_tokenizer(folder)
     return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    """What a folder of this kind must have: a token a byte, and as many more, never spelt, as the network has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    size = json.loads((folder / "config.json").read_text())["vocab_size"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate(letters + [f"unused {i}" for i in range(len(letters), size)])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def model_config(name: str) -> ModelConfig:

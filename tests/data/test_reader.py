@@ -136,7 +136,7 @@ def test_what_cannot_be_found_is_one_line(tmp_path, monkeypatch, data):
         ("a.jsonl.gz", b""),
         ("a.jsonl.gz", b'{"prompt": "plain"}\n'),
         ("a.jsonl.zst", b'{"prompt": "plain"}\n'),
-        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n')),
+        ("a.jsonl", gzip.compress(b'{"prompt": "x"}\n', mtime=0)),  # a fixed time: every process collects the same name
         ("a.jsonl", '{"prompt": "x"}\n'.encode("utf-16")),
         ("a.jsonl.bz2", b""),
     ],

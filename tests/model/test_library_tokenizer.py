@@ -195,6 +195,21 @@ def test_random_ids_are_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_a_plain_byte_level_file_alone_is_enough_for_any_kind_of_model(tmp_path: Path) -> None:
+    """It was taken for GPT-2's own, and then missed a vocab.json beside it."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*letters, "ab", "unused"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[("a", "b")]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = load_tokenizer(tmp_path, gpt2s_by_default=False)
+    assert list(loaded.encode("cab é")) == tokenizer.encode("cab é").ids
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"has no tokenizer\.json; a model of this kind needs one"):
+        load_tokenizer(tmp_path, gpt2s_by_default=False)
+
+
 def test_the_package_is_named_when_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that needs an extra ended in a traceback."""
     import sys
