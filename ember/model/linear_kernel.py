@@ -59,7 +59,6 @@ DEPTH = 384
 UNROLL = 2
 """k a turn of the innermost loop."""
 _STRIDE = DEPTH + 16  # of the copied rows: no power of two, so that rows do not share sets of the cache
-_AHEAD = 4096  # bytes of the weight that are fetched early
 
 NONE, GELU_TANH, GELU_ERF, RELU = range(4)
 ACTIVATIONS: Mapping[str, int] = MappingProxyType({"none": NONE, "gelu_new": GELU_TANH, "gelu": GELU_ERF, "relu": RELU})
@@ -165,13 +164,26 @@ def _spread(builder: Any, value: Any, kind: Any = _FLOATS) -> Any:
     return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
 
 
-def _fetch_early(builder: Any, w: Any, length: int, itemsize: int) -> None:
-    """The lines of so many numbers of the weight that lie `_AHEAD` bytes on."""
+def _fetch_lines(builder: Any, place: Any, length: int) -> None:
+    """Begin to bring the lines of so many bytes to the second level of the cache."""
     function = builder.module.declare_intrinsic("llvm.prefetch", [_BYTES], _PREFETCH)
-    read, keep, data = (ir.Constant(_INT, number) for number in (0, 3, 1))
-    for line in range(0, length * itemsize, 64):
-        address = builder.bitcast(_at(builder, w, (_AHEAD + line) // itemsize), _BYTES)
-        builder.call(function, [address, read, keep, data])
+    read, second_level, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
+    for line in range(0, length, 64):
+        builder.call(function, [_at(builder, place, line), read, second_level, data])
+
+
+def _fetch_early(builder: Any, ahead: list[Any], k: Any, length: int) -> None:
+    """The lines of so many bytes of the next block of the weight, from ahead[0] on, ahead[1] bytes a k.
+
+    Each tile of a panel fetches its part of the block after it: so the memory is never idle while tiles are computed.
+    """
+    _fetch_lines(builder, _at(builder, ahead[0], builder.mul(k, ahead[1])), length)
+
+
+def _ahead(builder: Any, w: Any, offsets: Any) -> list[Any]:
+    """Where in the weight to fetch early, and the step, of both in bytes."""
+    begin, step = cgutils.unpack_tuple(builder, offsets, 2)
+    return [_at(builder, builder.bitcast(w, _BYTES), begin), step]
 
 
 def _joined(builder: Any, values: list[list[Any]], blocks: list[Any]) -> list[Any]:
@@ -200,13 +212,13 @@ def _loop(
     return new[1:]
 
 
-def _float_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any], stored: str) -> list[Any]:
+def _float_turn(builder: Any, x: Any, w: Any, ahead: Any, k: Any, sums: list[Any], stored: str) -> list[Any]:
     """sums[row * VECTORS + v] += x[row, k] * w[k, v] for UNROLL k."""
     multiply_add = cgutils.get_or_insert_function(builder.module, _MULTIPLY_ADD, f"llvm.fma.v{LANES}f32")
     new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
+    _fetch_early(builder, ahead, k, UNROLL * WIDTH * (4 if stored == "float32" else 2))
     for turn in range(UNROLL):
         row_of_w = _at(builder, here, turn * WIDTH)
-        _fetch_early(builder, row_of_w, WIDTH, 4 if stored == "float32" else 2)
         columns = [_load(builder, _at(builder, row_of_w, v * LANES), stored) for v in range(VECTORS)]
         for row in range(len(sums) // VECTORS):
             factor = _spread(builder, builder.load(_at(builder, x, k, row * _STRIDE + turn)))
@@ -246,11 +258,13 @@ def _store(builder: Any, values: list[Any], places: list[Any]) -> None:
         builder.store(value, builder.bitcast(place, value.type.as_pointer()), align=4)
 
 
-def _float_tile(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, stored: str) -> None:
+def _float_tile(
+    builder: Any, rows: int, data: list[Any], ahead: Any, *, depth: Any, stride: Any, first: Any, stored: str
+) -> None:
     x, w, y, bias = data
     places = _places(builder, y, stride, rows, _FLOATS)
     sums = _begin(builder, first, lambda: _load_all(builder, bias) * rows, places)
-    sums = _loop(builder, depth, UNROLL, sums, lambda k, held: _float_turn(builder, x, w, k, held, stored))
+    sums = _loop(builder, depth, UNROLL, sums, lambda k, held: _float_turn(builder, x, w, ahead, k, held, stored))
     _store(builder, sums, places)
 
 
@@ -276,7 +290,7 @@ def _pointers(context: Any, builder: Any, kinds: Any, arrays: Any, offsets: Any)
 
 @intrinsic
 def _tile(
-    typing: Any, rows: Any, x: Any, w: Any, y: Any, bias: Any, at: Any, depth: Any, stride: Any, first: Any
+    typing: Any, rows: Any, x: Any, w: Any, y: Any, bias: Any, at: Any, ahead: Any, depth: Any, stride: Any, first: Any
 ) -> Any:
     """Add a block of k to a tile of y, or begin it.
 
@@ -284,6 +298,7 @@ def _tile(
         rows: 1 to ROWS.
         x, w, y, bias: flat; copied rows with a stride of _STRIDE, the weight, the result, the padded bias.
         at: where in each of them.
+        ahead: where in the weight the part of the next block begins that is fetched, and how much a k; in bytes.
         depth: k in the block, a multiple of UNROLL.
         stride: of the rows of y.
         first: whether this is the first block of k.
@@ -291,12 +306,13 @@ def _tile(
 
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         data = _pointers(context, builder, signature.args[1:5], values[1:5], values[5])
-        rest = {"depth": values[6], "stride": values[7], "first": values[8], "stored": w.dtype.name}
-        _by_height(builder, values[0], lambda height: _float_tile(builder, height, data, **rest))
+        ahead = _ahead(builder, context.make_array(w)(context, builder, values[2]).data, values[6])
+        rest = {"depth": values[7], "stride": values[8], "first": values[9], "stored": w.dtype.name}
+        _by_height(builder, values[0], lambda height: _float_tile(builder, height, data, ahead, **rest))
         return context.get_dummy_value()
 
-    number, offsets = types.intp, types.UniTuple(types.intp, 4)
-    return types.void(number, x, w, y, bias, offsets, number, number, types.boolean), emit
+    number, offsets, two = types.intp, types.UniTuple(types.intp, 4), types.UniTuple(types.intp, 2)
+    return types.void(number, x, w, y, bias, offsets, two, number, number, types.boolean), emit
 
 
 def _sum_of_pairs(builder: Any, x: Any, w: Any) -> Any:
@@ -325,14 +341,14 @@ def _load_pairs(builder: Any, w: Any) -> list[Any]:
     return [builder.sext(builder.load(place, align=1), _WORDS) for place in places]
 
 
-def _int8_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
+def _int8_turn(builder: Any, x: Any, w: Any, ahead: Any, k: Any, sums: list[Any]) -> list[Any]:
     """As `_float_turn`, for INT8_UNROLL k, in pairs or a quad."""
+    _fetch_early(builder, ahead, k, INT8_UNROLL * WIDTH)
     return (_quad_turn if w.type.pointee == _INT else _pairs_turn)(builder, x, w, k, sums)
 
 
 def _quad_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
     new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH // INT8_UNROLL)))
-    _fetch_early(builder, here, WIDTH, 4)
     function = ir.FunctionType(_INTS, [_INTS] * 3)
     multiply_add = cgutils.get_or_insert_function(builder.module, function, str(quad_instruction(LANES)))
     columns = _load_ints(builder, here)
@@ -347,7 +363,6 @@ def _quad_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[An
 
 def _pairs_turn(builder: Any, x: Any, w: Any, k: Any, sums: list[Any]) -> list[Any]:
     new, here = list(sums), _at(builder, w, builder.mul(k, ir.Constant(_INDEX, WIDTH)))
-    _fetch_early(builder, here, INT8_UNROLL * WIDTH, 1)
     for pair in range(0, INT8_UNROLL, 2):
         columns = _load_pairs(builder, _at(builder, here, pair * WIDTH))
         for row in range(len(sums) // VECTORS):
@@ -370,11 +385,13 @@ def _scaled(builder: Any, sums: list[Any], bias: Any, scales: Any, row_scales: A
     return done
 
 
-def _int8_tile_of(builder: Any, rows: int, data: list[Any], *, depth: Any, stride: Any, first: Any, last: Any) -> None:
+def _int8_tile_of(
+    builder: Any, rows: int, data: list[Any], ahead: Any, *, depth: Any, stride: Any, first: Any, last: Any
+) -> None:
     x, w, y, starts, *ending = data
     places = _places(builder, y, stride, rows, _INTS)
     sums = _begin(builder, first, lambda: _load_ints(builder, starts) * rows, places)
-    sums = _loop(builder, depth, INT8_UNROLL, sums, lambda k, held: _int8_turn(builder, x, w, k, held))
+    sums = _loop(builder, depth, INT8_UNROLL, sums, lambda k, held: _int8_turn(builder, x, w, ahead, k, held))
     with builder.if_else(last) as (then, otherwise):
         with then:
             _store(builder, _scaled(builder, sums, *ending), places)
@@ -384,7 +401,7 @@ def _int8_tile_of(builder: Any, rows: int, data: list[Any], *, depth: Any, strid
 
 @intrinsic
 def _int8_tile(
-    typing: Any, rows: Any, x: Any, w: Any, y: Any, ending: Any, at: Any, depth: Any, stride: Any, ends: Any
+    typing: Any, rows: Any, x: Any, w: Any, y: Any, ending: Any, at: Any, ahead: Any, depth: Any, stride: Any, ends: Any
 ) -> Any:
     """Add a block of k to a tile of y, which holds whole numbers until its last block.
 
@@ -393,6 +410,7 @@ def _int8_tile(
         x, w, y: flat; rounded rows with a stride of _INT8_STRIDE, the weight, the result.
         ending: what the sums begin with, the padded bias, the scales of the weight and of x.
         at: where in each of these seven.
+        ahead: as of `_tile`.
         depth: k in the block, a multiple of INT8_UNROLL.
         stride: of the rows of y.
         ends: whether this is the first block of k, and whether it is the last.
@@ -401,23 +419,36 @@ def _int8_tile(
     def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         arrays = [*values[1:4], *cgutils.unpack_tuple(builder, values[4], 4)]
         data = _pointers(context, builder, [x, w, y, *ending], arrays, values[5])
-        first, last = cgutils.unpack_tuple(builder, values[8], 2)
+        ahead = _ahead(builder, context.make_array(w)(context, builder, values[2]).data, values[6])
+        first, last = cgutils.unpack_tuple(builder, values[9], 2)
         rest = {
-            "depth": values[6],
-            "stride": values[7],
+            "depth": values[7],
+            "stride": values[8],
             "first": _as_bit(builder, first),
             "last": _as_bit(builder, last),
         }
-        _by_height(builder, values[0], lambda height: _int8_tile_of(builder, height, data, **rest))
+        _by_height(builder, values[0], lambda height: _int8_tile_of(builder, height, data, ahead, **rest))
         return context.get_dummy_value()
 
-    number, offsets = types.intp, types.UniTuple(types.intp, 7)
-    return types.void(number, x, w, y, ending, offsets, number, number, types.UniTuple(types.boolean, 2)), emit
+    number, offsets, two = types.intp, types.UniTuple(types.intp, 7), types.UniTuple(types.intp, 2)
+    return types.void(number, x, w, y, ending, offsets, two, number, number, types.UniTuple(types.boolean, 2)), emit
 
 
 def _as_bit(builder: Any, flag: Any) -> Any:
     """A boolean out of a tuple, where it is a byte."""
     return flag if flag.type == ir.IntType(1) else builder.trunc(flag, ir.IntType(1))
+
+
+@intrinsic
+def _fetch_row(typing: Any, array: Any, index: Any) -> Any:
+    """Begin to bring WIDTH numbers of a flat array, from `index` on, into the cache."""
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = _at(builder, context.make_array(array)(context, builder, values[0]).data, values[1])
+        _fetch_lines(builder, builder.bitcast(place, _BYTES), WIDTH * 4)
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp), emit
 
 
 @intrinsic
@@ -458,6 +489,14 @@ def _finish_tile(y: Any, begin: Any, stride: Any, rows: Any, more: Any, rest: An
 
 
 @njit(error_model="numpy")
+def _fetch_more(more: Any, at: Any, step: Any, rows: Any) -> None:
+    """Bring what `_finish_tile` will add to a tile into the cache, while its sums are computed."""
+    if step > 0:
+        for row in range(rows):
+            _fetch_row(more, at + row * step)
+
+
+@njit(error_model="numpy")
 def _rows_at(address: Any, rows: Any, stride: Any, columns: Any) -> Any:
     """The memory of so many rows, flat."""
     return _carray(_floats(address), ((rows - 1) * stride + columns,))
@@ -471,6 +510,13 @@ def _share_of(part: Any, cuts: Any, rows: Any, panels: Any) -> Any:
         (rows * row // cuts[0], rows * (row + 1) // cuts[0]),
         (panels * panel // cuts[1], panels * (panel + 1) // cuts[1]),
     )
+
+
+@njit(error_model="numpy")
+def _next_block(begin: Any, depth: Any, width: Any, tile: Any, tiles: Any) -> Any:
+    """The part of the block after this one that a tile fetches early: where it begins, and how much a k; in bytes."""
+    step = (width + tiles - 1) // tiles
+    return begin + depth * (width + tile * step), step
 
 
 @njit(error_model="numpy")
@@ -494,10 +540,13 @@ def _multiply_share(
                         begin, end = height * t // tiles, height * (t + 1) // tiles
                         y_at = (m + begin) * y_stride + n
                         at = (begin * _STRIDE, w_at, y_at, n)
-                        _tile(end - begin, copied, w, y, bias, at, even, y_stride, k == 0)
-                        if k + taken == inner and (activation != NONE or more_stride > 0):
-                            columns, more_at = min(WIDTH, width - n), (m + begin) * more_stride + n
-                            rest = (columns, activation, more_at, more_stride)
+                        ahead = _next_block(w_at * w.itemsize, even, WIDTH * w.itemsize, t, tiles)
+                        last, more_at = k + taken == inner, (m + begin) * more_stride + n
+                        if last:
+                            _fetch_more(more, more_at, more_stride, end - begin)
+                        _tile(end - begin, copied, w, y, bias, at, ahead, even, y_stride, k == 0)
+                        if last and (activation != NONE or more_stride > 0):
+                            rest = (min(WIDTH, width - n), activation, more_at, more_stride)
                             _finish_tile(y, y_at, y_stride, end - begin, more, rest)
 
 
@@ -590,7 +639,10 @@ def _int8_share(
                     begin, end = height * t // tiles, height * (t + 1) // tiles
                     x_at, y_at = (k // depth * most + begin) * _INT8_STRIDE, (m + begin) * y_stride + n
                     at = (x_at, (n * padded + k * WIDTH) // together, y_at, n, n, n, begin)
-                    ends = (k == 0, last)
+                    ends, ahead = (k == 0, last), _next_block(at[1] * together, taken, WIDTH, t, tiles)
+                    more_at = (m + begin) * more_stride + n
+                    if last:
+                        _fetch_more(more, more_at, more_stride, end - begin)
                     _int8_tile(
                         end - begin,
                         rounded,
@@ -598,12 +650,13 @@ def _int8_share(
                         y,
                         (ending[0], ending[1], ending[2], row_scales),
                         at,
+                        ahead,
                         taken,
                         y_stride,
                         ends,
                     )
                     if last and (activation != NONE or more_stride > 0):
-                        rest = (min(WIDTH, width - n), activation, (m + begin) * more_stride + n, more_stride)
+                        rest = (min(WIDTH, width - n), activation, more_at, more_stride)
                         _finish_tile(y, y_at, y_stride, end - begin, more, rest)
 
 
