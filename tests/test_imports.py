@@ -62,7 +62,7 @@ PURE = ("ember.core", "ember.sampling", "ember.cache", "ember.attention", "ember
 HEAVY = {"hydra", "omegaconf", "pyarrow", "tqdm"}
 CORE = ["core/*.py", "cache/*.py", "attention/base.py", "attention/reference.py", "attention/batched.py"]
 CORE += ["model/gpt2.py", "model/weights.py"]
-CORE_LINES = 2411
+CORE_LINES = 2423
 
 
 def imports(path: Path) -> Iterator[str]:

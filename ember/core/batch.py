@@ -83,6 +83,7 @@ class ModelInput:
         input_ids, positions: [T] int64.
         slot_mapping, query_start_loc, context_lens, block_tables: see `AttentionMetadata`.
         rows: [R] int64, the tokens whose logits are asked for.
+        best_only: [R] bool, those of them of whose logits only the largest matters.
     """
 
     copies: list[tuple[int, int]]
@@ -93,6 +94,7 @@ class ModelInput:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     rows: torch.Tensor
+    best_only: torch.Tensor
 
 
 @dataclass(slots=True)

@@ -41,7 +41,10 @@ class ModelRunner:
         self.graphs = graphs
 
     def execute(self, scheduled: list[ScheduledSequence]) -> torch.Tensor:
-        """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order."""
+        """Logits [sum of num_logits, vocab_size] float32: of the last `num_logits` new tokens of each, in order.
+
+        Of a sequence that takes its best token and asks for nothing else, all but the largest may be -inf.
+        """
         return self.run(self.pack(scheduled))
 
     def pack(self, scheduled: list[ScheduledSequence]) -> ModelInput:
@@ -82,7 +85,7 @@ class ModelRunner:
             hidden = self._forward(input_ids, positions, metadata)
         else:
             hidden = self.graphs.run(input_ids, positions, metadata, self._forward)
-        return self.model.logits(hidden[rows])
+        return self.model.logits(hidden[rows], step.best_only)
 
     def _forward(self, input_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
         self.attention.prepare(metadata)
@@ -101,6 +104,7 @@ def _pack(scheduled: list[ScheduledSequence], block_size: int) -> ModelInput:
     rows = [
         row for end, s in zip(bounds[1:].tolist(), scheduled, strict=True) for row in range(end - s.num_logits, end)
     ]
+    best_only = [s.sequence.takes_best_only for s in scheduled for _ in range(s.num_logits)]
     return ModelInput(
         copies=[copy for s in scheduled for copy in s.copies],
         input_ids=torch.tensor(ids),
@@ -110,6 +114,7 @@ def _pack(scheduled: list[ScheduledSequence], block_size: int) -> ModelInput:
         context_lens=(starts + bounds.diff()).int(),
         block_tables=tables,
         rows=torch.tensor(rows, dtype=torch.long),
+        best_only=torch.tensor(best_only, dtype=torch.bool),
     )
 
 

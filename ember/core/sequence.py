@@ -94,6 +94,12 @@ class Sequence:
         """Itself and its children."""
         return [self, *self.children]
 
+    @property
+    def takes_best_only(self) -> bool:
+        """Whether nothing but the largest logit matters of any position."""
+        scores = self.num_logprobs is not None or self.params.prompt_logprobs is not None
+        return self.params.greedy and not (self.adjusts_logits or scores or self.search is not None)
+
     def take_hypothesis(self, error: RequestError | None) -> None:
         """End as the hypothesis of its search that has its number, or with an error; without one it has no output."""
         self.finish_reason, self.error = FinishReason.ERROR if error else FinishReason.LENGTH, error

@@ -17,6 +17,7 @@ from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
 from ember.model.embedding import Embedding, token_embedding
 from ember.model.gpt2_config import GPT2Config
+from ember.model.head import Head, make_head
 from ember.model.linear import Linear, make_linear
 from ember.model.ranks import ALONE, Ranks
 
@@ -99,8 +100,7 @@ class GPT2:
     def __init__(
         self, config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str = "auto", ranks: Ranks = ALONE
     ) -> None:
-        wte, lm_head = _ends(config, weights, form)  # the largest first, while little else is in memory
-        self.wte, self.lm_head = ranks.embedding(wte), ranks.head(lm_head)
+        self.wte, self.lm_head = _ends(config, weights, form, ranks)  # the largest first, while little is in memory
         linear = partial(_linear, weights, form)
         self.wpe = weights["wpe.weight"]
         self.blocks = [Block(config, weights, linear, index, ranks) for index in range(config.n_layer)]
@@ -115,16 +115,17 @@ class GPT2:
             x = block(x, layer, attention)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
-        return self.lm_head(self.ln_f(hidden)).float()
+    def logits(self, hidden: torch.Tensor, best_only: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Network.logits`."""
+        return self.lm_head(self.ln_f(hidden), best_only).float()
 
 
-def _ends(config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str) -> tuple[Embedding, Linear]:
+def _ends(config: GPT2Config, weights: Mapping[str, torch.Tensor], form: str, ranks: Ranks) -> tuple[Embedding, Head]:
     """The token embedding and the LM head."""
     wte = weights["wte.weight"]
-    head = make_linear(wte if config.tie_word_embeddings else weights["lm_head.weight"], form=form)
-    return token_embedding(wte, head), head
+    weight = wte if config.tie_word_embeddings else weights["lm_head.weight"]
+    own = make_linear(weight, form=form)
+    return ranks.embedding(token_embedding(wte, own)), make_head(own, weight, ranks)
 
 
 def _linear(weights: Mapping[str, torch.Tensor], form: str, name: str, activation: str = "none") -> Linear:

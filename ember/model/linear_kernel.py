@@ -58,6 +58,9 @@ DEPTH = 384
 """Most k in a block."""
 UNROLL = 2
 """k a turn of the innermost loop."""
+STRIPS = 4
+"""Strips of a result that are computed together (see `multiply_strips`)."""
+_AHEAD = 2048  # bytes of a strip's weight that are fetched early
 _STRIDE = DEPTH + 16  # of the copied rows: no power of two, so that rows do not share sets of the cache
 
 NONE, GELU_TANH, GELU_ERF, RELU = range(4)
@@ -574,6 +577,87 @@ def multiply(w: Any, bias: Any, addresses: Any, shape: Any, activation: Any, hei
         _multiply_share(x, w, bias, more, y, shape, activation, rows, panels, copied)
 
 
+@intrinsic
+def _strips(typing: Any, x: Any, w: Any, y: Any, at: Any, depth: Any, first: Any) -> Any:
+    """Add a block of k to some strips of y, LANES neighbouring numbers of a row, or begin them; there is no bias.
+
+    Each is a chain as in a tile. Several at once, as a chain alone would wait for itself.
+
+    Args:
+        x, w, y: flat; rows, the weight, the result.
+        at: where in each of them, strip by strip.
+        depth: k in the block, a multiple of UNROLL.
+        first: whether this is the first block of k.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        arrays, places = values[:3], cgutils.unpack_tuple(builder, values[3], 3 * STRIPS)
+        offsets = [context.make_tuple(builder, triple, places[i : i + 3]) for i in range(0, 3 * STRIPS, 3)]
+        xs, ws, ys = zip(*(_pointers(context, builder, [x, w, y], arrays, some) for some in offsets), strict=True)
+        multiply_add = cgutils.get_or_insert_function(builder.module, _MULTIPLY_ADD, f"llvm.fma.v{LANES}f32")
+        left = [builder.bitcast(pointer, _FLOATS.as_pointer()) for pointer in ys]
+
+        def turn(k: Any, held: list[Any]) -> list[Any]:
+            here = builder.mul(k, ir.Constant(_INDEX, WIDTH))
+            for step in range(UNROLL):
+                for i, value in enumerate(held):
+                    strip = _at(builder, ws[i], here, step * WIDTH)
+                    _fetch_lines(builder, _at(builder, builder.bitcast(strip, _BYTES), _AHEAD), 1)
+                    factor = _spread(builder, builder.load(_at(builder, xs[i], k, step)))
+                    held[i] = builder.call(multiply_add, [factor, _load(builder, strip, w.dtype.name), value])
+            return held
+
+        sums = _begin(builder, values[5], lambda: [ir.Constant(_FLOATS, [0.0] * LANES)] * STRIPS, left)
+        _store(builder, _loop(builder, values[4], UNROLL, sums, turn), left)
+        return context.get_dummy_value()
+
+    number, triple = types.intp, types.UniTuple(types.intp, 3)
+    return types.void(x, w, y, types.UniTuple(number, 3 * STRIPS), number, types.boolean), emit
+
+
+@njit(error_model="numpy")
+def _strip_at(x_at: Any, row: Any, strip: Any, k: Any, even: Any, shape: Any) -> Any:
+    """Where a block of k of a strip is in the copied row, the weight and y."""
+    y_stride, inner, group = shape
+    panel, column = strip // VECTORS, strip % VECTORS * LANES
+    first = panel // group * group
+    w_at = (first * (inner + inner % UNROLL) + k * group + (panel - first) * even) * WIDTH + column
+    return x_at + k, w_at, row * y_stride + strip * LANES
+
+
+@njit(parallel=True, cache=True, error_model="numpy")
+def multiply_strips(w: Any, addresses: Any, shape: Any, height: Any, rows: Any, strips: Any, parts: Any) -> None:
+    """Some strips of y = x w^T: LANES columns of a row each, their bits those of `multiply`.
+
+    Args:
+        w: as of `multiply`.
+        addresses: of x and y, float32.
+        shape: strides of x and y; columns of y, a multiple of WIDTH; k in all; k in a block; panels in a group.
+        height: rows of x and y.
+        rows, strips: [n] int64, the strips that are computed, best in the order of `strips`.
+        parts: in so many parts.
+    """
+    x_stride, y_stride, width, inner, depth, group = shape
+    for part in prange(parts):
+        x, y = _rows_at(addresses[0], height, x_stride, inner), _rows_at(addresses[1], height, y_stride, width)
+        length, end = inner + inner % UNROLL, len(rows) * (part + 1) // parts
+        copied, place = np.zeros(STRIPS * length, np.float32), (y_stride, inner, group)
+        for i in range(len(rows) * part // parts, end, STRIPS):
+            some = (i, min(i + 1, end - 1), min(i + 2, end - 1), min(i + 3, end - 1))  # the last ones again, if need be
+            for j in range(STRIPS):
+                copied[j * length : j * length + inner] = x[rows[some[j]] * x_stride :][:inner]
+            for k in range(0, inner, depth):
+                even = min(depth, inner - k) + min(depth, inner - k) % UNROLL
+                a, b, c, d = some
+                at = (
+                    *_strip_at(0, rows[a], strips[a], k, even, place),
+                    *_strip_at(length, rows[b], strips[b], k, even, place),
+                    *_strip_at(2 * length, rows[c], strips[c], k, even, place),
+                    *_strip_at(3 * length, rows[d], strips[d], k, even, place),
+                )
+                _strips(copied, w, y, at, even, k == 0)
+
+
 def _room(w: Any, count: Any) -> Any:
     """For so many rounded numbers of x, of the kind that goes with weights w."""
     return np.empty(count, np.uint8 if w.itemsize == 4 else np.int16)
@@ -692,6 +776,14 @@ def multiply_int8(
         _int8_share(x, w, (starts, bias, scales), more, y, shape, levels, activation, rows, panels)
 
 
+def warm_up_strips(stored: str) -> None:
+    """As `warm_up_multiply`, for `multiply_strips`."""
+    numba_follows_torch()
+    weights, ints = types.Array(numba.from_dtype(np.dtype(stored)), 1, "C"), types.Array(types.int64, 1, "C")
+    two, six = types.UniTuple(types.int64, 2), types.UniTuple(types.int64, 6)
+    _compile(multiply_strips, [weights, two, six, types.int64, ints, ints, types.int64])
+
+
 def warm_up_multiply(stored: str) -> None:
     """Compile what multiplies weights of this numpy dtype (float32, uint16, int16; int8, int32), or load it."""
     numba_follows_torch()
@@ -703,6 +795,10 @@ def warm_up_multiply(stored: str) -> None:
     arguments = [weights, numbers, *ints, *rest]
     if of_8_bits:
         function, arguments = multiply_int8, [weights, starts, numbers, numbers, *ints, types.float32, *rest]
+    _compile(function, arguments)
+
+
+def _compile(function: Any, arguments: list[Any]) -> None:
     with patience("the CPU matrix kernel: a few seconds, once for each form of the weights"):
         function.disable_compile(False)
         function.compile(types.void(*arguments))

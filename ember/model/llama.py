@@ -15,6 +15,7 @@ import torch
 from ember.attention.base import AttentionBackend
 from ember.cache.kv_pool import KVLayer
 from ember.model.embedding import Embedding, token_embedding
+from ember.model.head import Head, make_head
 from ember.model.heap import release_freed
 from ember.model.linear import Linear, make_linear
 from ember.model.llama_config import LlamaConfig
@@ -112,8 +113,7 @@ class Llama:
 
     def __init__(self, config: LlamaConfig, weights: Weights, form: str = "auto", ranks: Ranks = ALONE) -> None:
         self.config = config
-        embedding, lm_head = _ends(config, weights, form)  # the largest first, while little is in memory
-        self.embed_tokens, self.lm_head = ranks.embedding(embedding), ranks.head(lm_head)
+        self.embed_tokens, self.lm_head = _ends(config, weights, form, ranks)  # the largest first
         norm = weights["norm.weight"]
         ops = make_row_ops(norm.device, norm.dtype)
         self.layers = [Block(config, weights, form, index, ops, ranks) for index in range(config.n_layer)]
@@ -132,16 +132,17 @@ class Llama:
             x = block(x, layer, step)
         return x
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
-        return self.lm_head(self.norm(hidden)).float()
+    def logits(self, hidden: torch.Tensor, best_only: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Network.logits`."""
+        return self.lm_head(self.norm(hidden), best_only).float()
 
 
-def _ends(config: LlamaConfig, weights: Weights, form: str) -> tuple[Embedding, Linear]:
+def _ends(config: LlamaConfig, weights: Weights, form: str, ranks: Ranks) -> tuple[Embedding, Head]:
     """The token embedding and the LM head."""
     embedding = weights["embed_tokens.weight"]
-    head = make_linear(embedding if config.tie_word_embeddings else weights["lm_head.weight"], form=form)
-    return token_embedding(embedding, head), head
+    weight = embedding if config.tie_word_embeddings else weights["lm_head.weight"]
+    own = make_linear(weight, form=form)
+    return ranks.embedding(token_embedding(embedding, own)), make_head(own, weight, ranks)
 
 
 def _linear(weights: Weights, names: list[str], has_bias: bool, form: str) -> Linear:

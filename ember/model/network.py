@@ -32,8 +32,11 @@ class Network(Protocol):
     ) -> torch.Tensor:
         """Hidden states [T, n_embd] of the packed tokens; `input_ids` and `positions` are [T]."""
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample."""
+    def logits(self, hidden: torch.Tensor, best_only: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [R, vocab_size], float32, of the hidden states [R, n_embd] of the rows that sample.
+
+        Of the rows of `best_only` [R] all that are not the largest may be -inf.
+        """
 
 
 def network_config(folder: Path) -> NetworkConfig:

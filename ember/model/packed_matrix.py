@@ -76,6 +76,21 @@ class PackedMatrix:
 
         return fill(run, x, more, self.out_features, _READING)
 
+    def multiply_strips(self, x: torch.Tensor, y: torch.Tensor, rows: np.ndarray, strips: np.ndarray) -> None:
+        """Some strips of y = x W^T, LANES columns of a row each, to the bit as in `multiply`.
+
+        Args:
+            x: [T, in] float32.
+            y: [T, out]: columns of a wider tensor, as `multiply` gives it.
+            rows, strips: [n] int64.
+        """
+        numba_follows_torch()
+        x = with_runs(x)
+        addresses = (x.data_ptr(), y.data_ptr())
+        shape = (x.stride(0), y.stride(0), self.panels * kernel.WIDTH, self.in_features, self.depth, self.group)
+        parts = min(torch.get_num_threads(), max(1, len(rows)))
+        kernel.multiply_strips(self.data, addresses, shape, len(x), rows, strips, parts)
+
 
 def fill(
     run: Callable[[Triple, Triple, int, tuple[int, int]], None],

@@ -21,6 +21,7 @@ from ember.model.processor import quad_instruction
 
 _READING = 8  # see `fill`
 _LARGEST_SUM = 2**31 - 1
+_CHUNK = 256  # rows looked at at a time
 
 
 def check_weights(form: str, device: torch.device, dtype: torch.dtype) -> None:
@@ -41,16 +42,19 @@ class Int8Linear:
 
     Args:
         bits: 16 or 8, of x. With 8 the sums of four products are one instruction where the processor has it.
+
+    Attributes:
+        levels: x is rounded to so many.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, bits: int = 16) -> None:
         self._out, self._in = weight.shape
-        scales = weight.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / kernel.LEVELS
+        scales = channel_scales(weight)
         quads = bits == 8 and quad_instruction(kernel.LANES) is not None
         self._data, self._starts = _pack(weight, scales, 4 if quads else 2)
         self._scales, self._bias = (padded(row, self._out) for row in (scales, bias))
         self._activation = kernel.ACTIVATIONS[activation]
-        self._levels = np.float32(levels(self._in, bits))
+        self.levels = np.float32(levels(self._in, bits))
         self._depth = _even(-(-self._in // -(-self._in // kernel.INT8_DEPTH)))
         kernel.warm_up_multiply(self._data.dtype.name)
 
@@ -61,12 +65,25 @@ class Int8Linear:
     def _run(self, addresses: Triple, strides: Triple, height: int, cuts: tuple[int, int]) -> None:
         shape = (*strides, self._out, self._in, self._depth)
         ends = (self._data, self._starts, self._scales, self._bias)
-        kernel.multiply_int8(*ends, addresses, shape, self._levels, self._activation, height, cuts)
+        kernel.multiply_int8(*ends, addresses, shape, self.levels, self._activation, height, cuts)
 
 
 def levels(inner: int, bits: int = 16) -> int:
     """What the numbers of a row of x are rounded to, at most: the largest sum of products fits in 32 bits."""
     return min((1 << (bits - 1)) - 1, _LARGEST_SUM // (kernel.LEVELS * inner))
+
+
+def channel_scales(weight: torch.Tensor) -> torch.Tensor:
+    """t of each row of the weight [out, in]."""
+    largest = torch.empty(len(weight))  # one piece, made first: small ones in between would leave holes in the heap
+    for begin in range(0, len(weight), _CHUNK):
+        largest[begin : begin + _CHUNK] = torch.linalg.vector_norm(weight[begin : begin + _CHUNK], torch.inf, 1)
+    return largest.clamp_min_(torch.finfo(torch.float32).tiny).div_(kernel.LEVELS)
+
+
+def rounded(rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """round(w / t) of some rows of the weight [n, in], int8."""
+    return (rows / scales[:, None]).round().clamp(-kernel.LEVELS, kernel.LEVELS).to(torch.int8)
 
 
 def _pack(weight: torch.Tensor, scales: torch.Tensor, together: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,9 +96,9 @@ def _pack(weight: torch.Tensor, scales: torch.Tensor, together: int) -> tuple[np
     starts = torch.zeros(len(panels), width, dtype=torch.int32)
     for panel, to in enumerate(panels):
         part = slice(panel * width, (panel + 1) * width)
-        rounded = (weight[part] / scales[part, None]).round().clamp(-kernel.LEVELS, kernel.LEVELS).to(torch.int8)
+        numbers = rounded(weight[part], scales[part])
         whole = torch.zeros(width, _even(inner), dtype=torch.int8)
-        whole[: len(rounded), :inner] = rounded
+        whole[: len(numbers), :inner] = numbers
         to.copy_(whole.view(width, -1, together).transpose(0, 1))
         if together == 4:
             starts[panel] = whole.sum(1, dtype=torch.int32) * -kernel.SHIFT

@@ -36,7 +36,7 @@ class ConstantNetwork:
         """Hidden states of width 1."""
         return torch.zeros(len(input_ids), 1)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor, best_only: torch.Tensor | None = None) -> torch.Tensor:
         """One row a row."""
         return self._logits[: len(hidden)]
 

@@ -67,7 +67,7 @@ class Network:
         q = x.view(-1, 2, 8)
         return attention.forward(q, q, q, layers[0], 1.0).reshape(-1, 16)
 
-    def logits(self, hidden):
+    def logits(self, hidden, best_only):
         return hidden @ self.matrix.T
 
 

@@ -67,7 +67,8 @@ def save(folder: Path, weights: dict[str, torch.Tensor], num_files: int) -> None
 def test_loading_holds_no_weight_for_long_twice(dtype, num_files, tmp_path):
     """All tensors read before the first is packed, or an embedding beside the head: the peak would be over 2 and 1.8.
 
-    While the embedding is packed it is there twice: that is the peak here, and none where more follows it.
+    While the embedding is packed it is there twice, and then the head in 8 bits too (see `ScreenedHead`): that is the
+    peak here, and none where more follows it.
     """
     weights = tensors(dtype)
     save(tmp_path, weights, num_files)
@@ -75,7 +76,7 @@ def test_loading_holds_no_weight_for_long_twice(dtype, num_files, tmp_path):
     embedding = weights["wte.weight"].numel() * 4 / 2**20
     done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < max(whole, 2 * embedding) + 0.4 * whole
+    assert float(done.stdout) < max(whole + embedding / 4, 2.25 * embedding) + 0.4 * whole
 
 
 @pytest.mark.slow
