@@ -15,7 +15,7 @@ from ember.model.head import WholeHead, make_head
 from ember.model.linear import PackedLinear, has_packed
 from ember.model.ranks import ALONE
 from ember.model.screened_head import ScreenedHead
-from tests.fakes import prompts_of_many_lengths
+from tests.fakes import prompts_of_many_lengths, random_llama
 
 pytestmark = pytest.mark.skipif(not has_packed(torch.device("cpu"), torch.float32), reason="no fused multiply-add")
 
@@ -152,7 +152,7 @@ def generated(monkeypatch: pytest.MonkeyPatch, first: int, params: list[Sampling
     [{}, {"num_threads": 1}, {"speculative": "ngram"}, {"max_num_seqs": 3, "pool_size": "1024tok"}],
     ids=str,
 )
-def test_a_job_gets_the_same_tokens(monkeypatch, settings):
+def test_a_job_gets_the_same_tokens(monkeypatch, tmp_path, settings):
     """Greedy rows beside drawn ones, ones with log-probabilities, penalties and several samples."""
     kinds = [
         SamplingParams(max_tokens=12),
@@ -163,6 +163,7 @@ def test_a_job_gets_the_same_tokens(monkeypatch, settings):
         SamplingParams(max_tokens=12, prompt_logprobs=1),
     ]
     params = [kinds[i % len(kinds)] for i in range(18)]
+    settings = {"model": str(random_llama(tmp_path)), **settings}
     expected = generated(monkeypatch, 2**60, params, **settings)
     rows, plain = [], ScreenedHead._screened
     monkeypatch.setattr(ScreenedHead, "_screened", lambda head, x: rows.append(len(x)) or plain(head, x))
