@@ -20,7 +20,7 @@ _REASONS = (
     *("tokens_per_s", "mean_running", "mean_kv_use", "num_preemptions", "recomputed_share", "waste", "hit_rate"),
     *("num_steps", "p95_latency_s"),
 )
-_COSTS = ("p95_latency_s", "p95_ttft_s", "p95_step_s", "waste", "num_preemptions")
+_COSTS = ("p95_latency_s", "p95_ttft_s", "p99_step_s", "waste", "num_preemptions")
 
 
 def advice(sweep: Sweep) -> Iterator[str]:

@@ -109,6 +109,13 @@ def percent(axis: Any) -> None:
     axis.set_major_formatter(PercentFormatter(1.0, decimals=None))
 
 
+def times(axis: Any) -> None:
+    """Write an axis' seconds as 12 ms or 1.2 s."""
+    from matplotlib.ticker import EngFormatter
+
+    axis.set_major_formatter(EngFormatter("s"))
+
+
 @contextmanager
 def _style() -> Iterator[None]:
     try:

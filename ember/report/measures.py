@@ -71,8 +71,8 @@ def _without_steps(summary: Mapping[str, Any]) -> Values:
     return dict.fromkeys(OF_STEPS) | {key: known.get(key) or None for key in _OF_SUMMARY}
 
 
-def _quantiles(table: str, name: str, label: str, meaning: str) -> list[Measure]:
-    titles = {50: "median", 95: "95th percentile"}
+def _quantiles(table: str, name: str, label: str, meaning: str, *percents: int) -> list[Measure]:
+    titles = {50: "median", 95: "95th percentile", 99: "99th percentile"}
     return [
         Measure(
             f"p{percent}_{name}",
@@ -83,6 +83,7 @@ def _quantiles(table: str, name: str, label: str, meaning: str) -> list[Measure]
             meaning,
         )
         for percent, title in titles.items()
+        if percent in percents
     ]
 
 
@@ -195,15 +196,19 @@ MEASURES: tuple[Measure, ...] = (
         formulas.hits(),
         "prompt tokens whose K/V came from the prefix cache, of all prompt tokens of rows that ran",
     ),
-    *_quantiles("rows", "queue_s", "wait in line", "seconds from entering the engine to the first step with it"),
-    *_quantiles("rows", "ttft_s", "time to first token", "seconds from entering the engine to the first output token"),
-    *_quantiles("rows", "latency_s", "latency", "seconds from entering the engine to the last output token"),
-    *_quantiles("steps", "step_s", "time of a step", "what a running row waits for its next token"),
+    *_quantiles(
+        "rows", "queue_s", "wait in line", "seconds from entering the engine to the first step with it", 50, 95
+    ),
+    *_quantiles(
+        "rows", "ttft_s", "time to first token", "seconds from entering the engine to the first output token", 50, 95
+    ),
+    *_quantiles("rows", "latency_s", "latency", "seconds from entering the engine to the last output token", 50, 95),
+    *_quantiles("steps", "step_s", "time of a step", "what a running row waits for its next token", 50, 95, 99),
 )
 BY_KEY = {m.key: m for m in MEASURES}
 OF_STEPS = (
     *("num_steps", "mean_running", "peak_running", "mean_kv_use", "peak_kv_use", "waste", "num_preemptions"),
-    *("num_recomputed_tokens", "recomputed_share", "hit_rate", "p50_step_s", "p95_step_s"),
+    *("num_recomputed_tokens", "recomputed_share", "hit_rate", "p50_step_s", "p95_step_s", "p99_step_s"),
 )
 """What only the engine's steps, or its cache, can tell."""
 _OF_SUMMARY = {

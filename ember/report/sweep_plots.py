@@ -6,7 +6,20 @@ from typing import Any
 
 import numpy as np
 
-from ember.report.drawing import BLUE, COLOURS, MARKERS, SIZE, STYLES, TALL, Picture, percent, picture, thousands, whole
+from ember.report.drawing import (
+    BLUE,
+    COLOURS,
+    MARKERS,
+    SIZE,
+    STYLES,
+    TALL,
+    Picture,
+    percent,
+    picture,
+    thousands,
+    times,
+    whole,
+)
 from ember.report.measures import BY_KEY
 from ember.report.ranking import NEAR
 from ember.report.same_tokens import same_results
@@ -15,7 +28,7 @@ from ember.report.words import Unit, setting, written
 
 _METRICS = (
     *("tokens_per_s", "mean_running", "mean_kv_use", "waste", "num_preemptions", "recomputed_share"),
-    *("hit_rate", "p95_step_s", "p95_ttft_s", "p95_latency_s"),
+    *("hit_rate", "p99_step_s", "p95_ttft_s", "p95_latency_s"),
 )
 _MOST_LINES = len(COLOURS)
 
@@ -49,7 +62,7 @@ def _over_key(sweep: Sweep, metric: str) -> Picture:
             )
         axes.set_xticks(range(len(places)), places)
         axes.set_xlabel(key)
-        axes.set_ylabel(_axis(metric))
+        axes.set_ylabel(BY_KEY[metric].label)
         most = max((value or 0.0 for line in lines.values() for _, value in line), default=0.0)
         axes.set_ylim(0, 1.1 * most or 1.0)
         if metric == SPEED and len(same_results(sweep.jobs)) == 1:
@@ -115,11 +128,12 @@ def _trade(sweep: Sweep) -> Picture:
             at = (job.values["p95_latency_s"], job.values["tokens_per_s"])
             axes.plot(*at, "o", color=BLUE, ms=5)
             axes.annotate(str(number), at, xytext=(4, 3), textcoords="offset points", fontsize=8)
-        axes.set_xlabel("latency, 95th percentile (s)")
+        axes.set_xlabel(BY_KEY["p95_latency_s"].label)
         axes.set_ylabel(BY_KEY["tokens_per_s"].label)
         axes.set_ylim(0, 1.12 * max((job.values["tokens_per_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
         axes.set_xlim(0, 1.06 * max((job.values["p95_latency_s"] or 0.0 for _, job in jobs), default=0.0) or 1.0)
         thousands(axes.yaxis)
+        times(axes.xaxis)
 
     said = "Up and left is better. The numbers are the jobs' places in the table."
     return picture("sweep_trade", "Speed against latency", said, draw)
@@ -129,9 +143,5 @@ def _known(job: SweepJob, metric: str) -> bool:
     return job.values[metric] is not None
 
 
-def _axis(metric: str) -> str:
-    return f"{BY_KEY[metric].label} (s)" if BY_KEY[metric].unit is Unit.SECONDS else BY_KEY[metric].label
-
-
 def _numbers(axis: Any, metric: str) -> None:
-    {Unit.SHARE: percent, Unit.COUNT: whole}.get(BY_KEY[metric].unit, thousands)(axis)
+    {Unit.SHARE: percent, Unit.COUNT: whole, Unit.SECONDS: times}.get(BY_KEY[metric].unit, thousands)(axis)

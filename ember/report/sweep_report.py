@@ -20,7 +20,7 @@ from ember.report.words import Unit, setting, written
 
 COLUMNS = (
     *("tokens_per_s", "mean_running", "peak_kv_use", "mean_kv_use", "waste", "num_preemptions", "recomputed_share"),
-    *("hit_rate", "p50_latency_s", "p95_latency_s", "p95_step_s", "num_steps", "duration_s"),
+    *("hit_rate", "p50_latency_s", "p95_latency_s", "p99_step_s", "num_steps", "duration_s"),
 )
 _IF_ANY = ("num_preemptions", "num_recomputed_tokens", "recomputed_share", "hit_rate")
 _SHORT = {
@@ -31,7 +31,7 @@ _SHORT = {
     "hit_rate": "hits",
     "p50_latency_s": "p50 latency",
     "p95_latency_s": "p95 latency",
-    "p95_step_s": "p95 step",
+    "p99_step_s": "p99 step",
     "recomputed_share": "done again",
     "num_preemptions": "preempted",
     POOL: "pool (tokens)",
