@@ -196,7 +196,7 @@ def ember_logits(
     runner = ModelRunner(
         make_network(config, dict(weights)), KVPool(shape, num_blocks, CPU), make_backend(attention, shape.dtype), CPU
     )
-    sequence = Sequence(0, list(token_ids), SamplingParams(), 0, 1)
+    sequence = Sequence(0, list(token_ids), SamplingParams(temperature=1.0), 0, 1)  # greedy rows need no other logits
     rows, start = [], 0
     for count in chunks:
         rows.append(runner.execute([ScheduledSequence(sequence, start, count, table, True, 1)]))

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ember.model.linear import Linear, PackedLinear
+from ember.model.processor import pair_instruction, vector_lanes
 from ember.model.ranks import Ranks
 
 _FROM = 1 << 22
@@ -33,7 +34,8 @@ class WholeHead:
 
 def make_head(own: Linear, weight: torch.Tensor, ranks: Ranks) -> Head:
     """The head whose own part, of this weight [V, C], is that linear; screened where that can be and pays."""
-    if ranks.size == 1 and isinstance(own, PackedLinear) and weight.numel() >= _FROM:
+    pays = weight.numel() >= _FROM and pair_instruction(vector_lanes()) is not None
+    if pays and ranks.size == 1 and isinstance(own, PackedLinear):
         from ember.model.screened_head import ScreenedHead  # with numba, which a plan does without
 
         return ScreenedHead(own, weight)

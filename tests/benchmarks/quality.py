@@ -48,7 +48,8 @@ def log_probs(llm: LLM, pieces: list[list[int]]) -> torch.Tensor:
     """[len(pieces) * (length - 1), V]: log-probabilities after each token of each piece but the last."""
     block_size, length = llm.plan.config.block_size, len(pieces[0])
     blocks = -(-length // block_size)
-    sequences = [Sequence(i, piece, SamplingParams(), 0, 1) for i, piece in enumerate(pieces)]
+    params = SamplingParams(temperature=1.0)  # of greedy rows only the largest logit is computed
+    sequences = [Sequence(i, piece, params, 0, 1) for i, piece in enumerate(pieces)]
     tables = [array("i", range(i * blocks, (i + 1) * blocks)) for i in range(len(pieces))]
     rows = []
     for start in range(length - 1):
