@@ -37,7 +37,7 @@ class PackedMatrix:
         self.out_features, self.in_features = weight.shape
         self.panels = -(-self.out_features // kernel.WIDTH)
         self.depth, self.group = _depth(self.in_features), _group(self.panels)
-        self._dtype = dtype
+        self.dtype = dtype
         self.data = _pack(weight, dtype, self.group, self.depth)
         self._groups = torch.from_numpy(self.data).view(-1, self.group * kernel.WIDTH * _even(self.in_features))
         kernel.warm_up_multiply(self.data.dtype.name)
@@ -47,7 +47,7 @@ class PackedMatrix:
         panel, row = ids // kernel.WIDTH, ids % kernel.WIDTH
         blocks = [_block(self._groups, k, self.depth, self.in_features) for k in range(0, self.in_features, self.depth)]
         found = torch.cat([block[panel // self.group, panel % self.group, :, row] for block in blocks], dim=1)
-        return found[:, : self.in_features].view(self._dtype)
+        return found[:, : self.in_features].view(self.dtype)
 
     def holds(self, weight: torch.Tensor) -> bool:
         """Whether its rows are those of `weight` [out, in], to the bit."""

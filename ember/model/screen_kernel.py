@@ -14,6 +14,7 @@ from ember.threads import numba_follows_torch
 ensure_kernel_cache()
 
 _SMALLEST, _NEVER = np.float32(1e-30), np.float32(-np.inf)
+_UNDERFLOW = np.float32(1e-37)  # more than a chain loses where its numbers are too small for float32
 _ROUND_UP = 1.0 + 1e-6  # more than what float32 rounds away of a norm, and in the few operations on it
 
 
@@ -43,13 +44,13 @@ def _bound_row(y: Any, of_length: Any, of_error: Any, length: Any, error: Any, m
     for begin in range(0, end, LANES):
         highest = lowest = _NEVER
         for n in range(begin, begin + LANES):
-            off = length * of_length[n] + error * of_error[n]
+            off = length * of_length[n] + error * of_error[n] + _UNDERFLOW
             highest, lowest = max(highest, y[n] + off), max(lowest, y[n] - off)
             y[n] = _NEVER
         most[begin // LANES] = highest
         floor = max(floor, lowest)
     for n in range(end, len(of_length)):
-        off = length * of_length[n] + error * of_error[n]
+        off = length * of_length[n] + error * of_error[n] + _UNDERFLOW
         most[end // LANES] = max(most[end // LANES], y[n] + off) if n > end else y[n] + off
         floor = max(floor, y[n] - off)
         y[n] = _NEVER
@@ -88,7 +89,7 @@ def screen(
         of_length, of_error: [V] float32: how far y is off at most, a length of the row, and of the error in x.
         levels: x was rounded to so many for y, float32.
         found: [R, strips] int32, out: the numbers of the strips.
-        counts: [R] int64, out: how many they are; -1 where that can't be said.
+        counts: [R] int64, out: how many they are; under 1 where that can't be said.
     """
     for m in prange(len(counts)):
         length, error = _norms(x[m * x_stride : m * x_stride + inner], levels)

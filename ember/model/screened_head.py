@@ -43,7 +43,8 @@ class ScreenedHead:
     def __init__(self, head: PackedLinear, weight: torch.Tensor) -> None:
         self._whole = head
         self._rough = Int8Linear(weight, None, "none", bits=8)
-        self._of_length, self._of_error = _bounds(weight)
+        self._of_length, self._of_error = _bounds(weight, head.matrix.dtype)
+        self._is_bounded = bool(np.isfinite(self._of_length).all())  # else a weight is no number, and all logits of it
         self._pause = 0
         linear_kernel.warm_up_strips(head.matrix.data.dtype.name)
         screen_kernel.warm_up_screen()
@@ -59,9 +60,9 @@ class ScreenedHead:
         return logits
 
     def _best(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._pause:
+        if self._is_bounded and not self._pause:
             return self._screened(x)
-        self._pause -= 1
+        self._pause = max(0, self._pause - 1)
         return self._whole(x)
 
     def _screened(self, x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,7 @@ class ScreenedHead:
         screen_kernel.screen(
             flat(x).numpy(), x.stride(0), x.shape[1], *ends, *bounds, self._rough.levels, found, counts
         )
-        hard = (counts < 0) | (counts > _MOST * num_strips)
+        hard = (counts < 1) | (counts > _MOST * num_strips)
         self._pause = _PAUSE if 2 * hard.sum() > len(x) else 0
         if hard.any():
             logits[hard] = self._whole(x[hard])
@@ -86,13 +87,16 @@ class ScreenedHead:
         return logits
 
 
-def _bounds(weight: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """How far a rough logit is off from the head's own, at most: a length of x, and of the error in x; [V] each."""
+def _bounds(weight: torch.Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """How far a rough logit is off from the head's own, at most: a length of x, and of the error in x; [V] each.
+
+    The head has the weight in `dtype`.
+    """
     inner = weight.shape[1]
     chain, scaling = inner * _UNIT / (1 - inner * _UNIT), 8 * _UNIT
     all_scales, bounds = channel_scales(weight), torch.empty(2, len(weight))
     for begin in range(0, len(weight), _CHUNK):
-        rows, scales = weight[begin : begin + _CHUNK].double(), all_scales[begin : begin + _CHUNK]
+        rows, scales = weight[begin : begin + _CHUNK].to(dtype).double(), all_scales[begin : begin + _CHUNK]
         rough = rounded(weight[begin : begin + _CHUNK], scales).double().mul_(scales.double()[:, None])
         length, whole = rough.norm(dim=1), rows.norm(dim=1)
         error = rough.sub_(rows).norm(dim=1)

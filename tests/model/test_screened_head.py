@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not has_packed(torch.device("cpu"), torch.float3
 
 
 def make(weight: torch.Tensor, dtype: torch.dtype = torch.float32) -> ScreenedHead:
-    return ScreenedHead(PackedLinear(weight, None, "none", dtype), weight.to(dtype).float())
+    return ScreenedHead(PackedLinear(weight, None, "none", dtype), weight)
 
 
 def check(head: ScreenedHead, x: torch.Tensor, best_only: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,7 +43,7 @@ def check(head: ScreenedHead, x: torch.Tensor, best_only: torch.Tensor | None = 
     vocab_size=st.integers(1, 700),
     inner=st.integers(1, 900),
     rows=st.integers(1, 30),
-    spread=st.sampled_from([1e-6, 0.02, 1.0, 1e6]),
+    spread=st.sampled_from([1e-39, 1e-30, 1e-6, 0.02, 1.0, 1e6, 1e37]),
     lengths=st.sampled_from(["alike", "outliers", "trained"]),
 )
 def test_the_largest_logit_is_the_whole_heads(seed, vocab_size, inner, rows, spread, lengths):
@@ -61,7 +61,7 @@ def test_the_largest_logit_is_the_whole_heads(seed, vocab_size, inner, rows, spr
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_every_form_of_the_heads_weight(dtype):
     rng = torch.Generator().manual_seed(0)
-    head = make(torch.randn(3000, 384, generator=rng).to(dtype).float(), dtype)
+    head = make(torch.randn(3000, 384, generator=rng), dtype)
     found = check(head, torch.randn(40, 384, generator=rng))
     assert (found > -torch.inf).float().mean() < 0.1, "hardly anything was ruled out"
 
@@ -102,6 +102,16 @@ def test_a_row_that_is_not_finite_is_computed_whole(value):
     assert found[2].isnan().equal(whole[2].isnan())
     others = torch.arange(6) != 2
     assert torch.equal(found[others].amax(1), whole[others].amax(1))
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_weight_that_is_not_finite_leaves_the_whole_product(value):
+    weight = torch.randn(800, 64, generator=torch.Generator().manual_seed(7))
+    weight[123, 4] = value
+    head, x = make(weight), torch.randn(3, 64, generator=torch.Generator().manual_seed(8))
+    found, whole = head(x, torch.ones(3, dtype=torch.bool)), head(x)
+    assert torch.equal(found.nan_to_num(), whole.nan_to_num())
+    assert found.isnan().equal(whole.isnan())
 
 
 def test_where_all_is_alike_the_whole_is_computed_for_a_while():
